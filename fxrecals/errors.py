@@ -1,0 +1,120 @@
+"""What can go wrong, in words for the person who has to act on it.
+
+Each message names what was asked, what was found, and the smallest change that works. All of
+them survive pickling, so that a worker process can send them home.
+
+    >>> raise OptionError("inner", "jax", "'inductor' or 'eager'")
+    Traceback (most recent call last):
+    fxrecals.errors.OptionError: inner='jax' does not work; what works: 'inductor' or 'eager'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fxrecals.formats import format_bytes
+
+E = TypeVar("E", bound="FxrecalsError")
+
+_SHOWN_CHARACTERS = 120
+
+
+class FxrecalsError(Exception):
+    """Base of every error that `fxrecals` raises on purpose."""
+
+    # An exception is rebuilt by calling its class with `args`, which is the message alone here.
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        return _revive, (type(self), self.args), self.__dict__
+
+
+class OptionError(FxrecalsError, ValueError):
+    """An argument that cannot be used.
+
+    Attributes:
+        argument: its name.
+        given: what came, as `repr` shows it, cut where it is long.
+        expected: what would work.
+    """
+
+    def __init__(self, argument: str, given: object, expected: str) -> None:
+        self.argument = argument
+        self.given = _shown(given)
+        self.expected = expected
+        super().__init__(f"{argument}={self.given} does not work; what works: {expected}")
+
+
+class LimitError(OptionError):
+    """A limit that cannot be read as bytes. The attributes are those of `OptionError`."""
+
+
+class InfeasibleLimitError(FxrecalsError):
+    """A limit under the floor: no schedule was found that stays below it. Nothing has run.
+
+    >>> error = InfeasibleLimitError(
+    ...     4 * 10**9, 5_200_000_001, op="mul_14", module="layers.7.mlp", source="model.py:88"
+    ... )
+    >>> print(str(error).replace("; ", "\\n"))
+    limit 4.00 GB is below the floor of 5.20 GB, set by mul_14 in layers.7.mlp (model.py:88)
+    the smallest limit that works is 5.20 GB (limit=5200000001)
+
+    Attributes:
+        limit_bytes: the limit, resolved to bytes.
+        floor_bytes: the smallest limit for which a schedule was found; it works as a limit.
+        op: name of the op that runs at the floor's peak, or "".
+        module: its module path (FQN), or "".
+        source: its source line, as ``file:line``, or "".
+        device: the device that the limit is for, or "" where one limit holds for all.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        floor_bytes: int,
+        op: str = "",
+        module: str = "",
+        source: str = "",
+        device: str = "",
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.floor_bytes = floor_bytes
+        self.op = op
+        self.module = module
+        self.source = source
+        self.device = device
+        super().__init__(_infeasible(self))
+
+
+class CaptureError(FxrecalsError):
+    """An example that does not fit the model, or a model that cannot be traced."""
+
+
+def _revive(kind: type[E], args: tuple[Any, ...]) -> E:
+    return kind.__new__(kind, *args)
+
+
+def _shown(given: object) -> str:
+    text = repr(given)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def _infeasible(error: InfeasibleLimitError) -> str:
+    limit, floor = format_bytes(error.limit_bytes), format_bytes(error.floor_bytes)
+    if limit == floor:
+        limit, floor = f"{error.limit_bytes} bytes", f"{error.floor_bytes} bytes"
+    on_device = f" on {error.device}" if error.device else ""
+    pasted = f"{{{error.device!r}: {error.floor_bytes}}}" if error.device else error.floor_bytes
+    return (
+        f"limit {limit}{on_device} is below the floor of {floor}{_set_by(error)}; "
+        f"the smallest limit that works is {floor} (limit={pasted})"
+    )
+
+
+def _set_by(error: InfeasibleLimitError) -> str:
+    if not error.op:
+        return ""
+    module = f" in {error.module}" if error.module else ""
+    source = f" ({error.source})" if error.source else ""
+    return f", set by {error.op}{module}{source}"
