@@ -51,9 +51,7 @@ class Trait(str, Enum):
     CALLER = "caller"  # not in the graph: what the caller does between forward and backward
 
 
-ONCE = frozenset(
-    {Trait.MUTATES, Trait.OPAQUE, Trait.COLLECTIVE, Trait.MUST_SAVE, Trait.CALLER}
-)
+ONCE = frozenset({Trait.MUTATES, Trait.OPAQUE, Trait.COLLECTIVE, Trait.MUST_SAVE, Trait.CALLER})
 """Traits that forbid a second run."""
 
 
@@ -116,14 +114,17 @@ class Op:
 
     @property
     def is_view(self) -> bool:
+        """Whether it costs no bytes."""
         return Trait.VIEW in self.traits
 
     @property
     def is_random(self) -> bool:
+        """Whether it draws random numbers; its last output is then its generator state."""
         return Trait.RANDOM in self.traits
 
     @property
     def may_run_again(self) -> bool:
+        """Whether a schedule may recompute it."""
         return self.phase is Phase.FORWARD and not self.traits & ONCE
 
 
@@ -144,6 +145,7 @@ class Graph:
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
+        """The ops by name."""
         return {op.name: op for op in self.ops}
 
     @cached_property
@@ -152,14 +154,17 @@ class Graph:
         return {name: op for op in self.ops for name in op.outputs}
 
     def op(self, name: str) -> Op:
+        """The op of that name; `KeyError` where there is none."""
         return self.by_name[name]
 
     @cached_property
     def forward(self) -> tuple[Op, ...]:
+        """The forward ops, in order."""
         return tuple(op for op in self.ops if op.phase is Phase.FORWARD)
 
     @cached_property
     def backward(self) -> tuple[Op, ...]:
+        """The backward ops, in order."""
         return tuple(op for op in self.ops if op.phase is Phase.BACKWARD)
 
     @property

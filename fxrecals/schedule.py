@@ -38,6 +38,7 @@ class Schedule:
 
     @property
     def runs(self) -> tuple[str, ...]:
+        """Names of the ops of the whole step, in order."""
         return self.forward + self.backward
 
     @staticmethod
@@ -155,9 +156,8 @@ def _faults(graph: Graph, schedule: Schedule) -> Iterator[str]:
         op = graph.op(name)
         if op.phase is Phase.FORWARD and not op.may_run_again:
             yield f"op {name!r} may not run again"
-    for region in regions(graph, schedule)[-1:]:
-        if graph.op(region.before).phase is not Phase.BACKWARD:
-            yield "recompute after the last backward op"
+    if schedule.backward and graph.op(schedule.backward[-1]).phase is Phase.FORWARD:
+        yield "recompute after the last backward op"
 
 
 def rng_states(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
