@@ -139,29 +139,6 @@ def run_with_rng_state() -> Any:
     return rng_prims.run_with_rng_state
 
 
-def traced_inputs() -> Sequence[Any]:
-    """What AOTAutograd knows of each input of the joint graph that it has just traced.
-
-    Each has `requires_grad`, `is_leaf` and `mutates_data`. Empty outside a compilation.
-    Read in torch 2.13, `_functorch/_aot_autograd/schemas.py`.
-    """
-    context = torch._guards.TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
-        return ()
-    return tuple(context.fw_metadata.input_info)
-
-
-def static_inputs() -> Sequence[int]:
-    """Indices of the inputs of the traced graph that outlive the step: parameters and buffers.
-
-    Read in torch 2.13, `_functorch/_aot_autograd/schemas.py`.
-    """
-    context = torch._guards.TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
-        return ()
-    return tuple(context.fw_metadata.static_input_indices or ())
-
-
 def inductor_partitioner(partition: Callable[..., Any], identity: Callable[[], Any]) -> Any:
     """`partition` as Inductor's `custom_partitioner_fn` takes it; `identity` keys its code cache.
 
@@ -200,3 +177,133 @@ def inductor_mode(mode: str | None) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode)) if mode else {}
+
+
+# --- reading a joint graph (torch 2.13) --------------------------------------------------------
+
+SYM_MODULES = ("_operator", "math", "torch", "torch.fx.experimental.sym_node")
+"""Modules of the functions on numbers, symbolic ones too, that a graph calls (torch 2.13)."""
+
+
+def gradient_of(desc: Any) -> Any:
+    """The input of which a joint graph's output is the gradient; None for other outputs.
+
+    torch._functorch._aot_autograd.descriptors.GradAOTOutput, read in 2.13.
+    """
+    return getattr(desc, "grad_of", None)
+
+
+def hint(size: Any) -> int:
+    """A size as an int; what it was when traced, where it is symbolic.
+
+    SymNode.hint, read in 2.13. 4096 where nothing is known, as torch's own partitioner takes.
+    """
+    if isinstance(size, int):
+        return size
+    known = size.node.hint if size.node.has_hint() else None
+    return 4096 if known is None else int(known)
+
+
+def input_desc(node: fx.Node) -> Any:
+    """What a placeholder of a joint graph is. meta["desc"], read in 2.13."""
+    return node.meta.get("desc", node.name)
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an op talks to other processes. Namespaces of functional collectives, 2.13."""
+    names = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem")
+    return getattr(target, "namespace", "") in names
+
+
+def is_effectful(node: fx.Node) -> bool:
+    """Whether an op is ordered by an effect token.
+
+    torch._higher_order_ops.effects, read in 2.13: tokens are threaded through `with_effects`;
+    asserts and prints carry no outputs.
+    """
+    target: Any = node.target
+    return not target._schema.returns or "_assert" in target._schema.name
+
+
+def is_tagged_backward(node: fx.Node) -> bool:
+    """Whether a node was traced in the backward. meta["partitioner_tag"], read in 2.13."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def must_be_saved(node: fx.Node) -> bool:
+    """Whether the user's checkpoint policy forbids recompute. meta["recompute"], read in 2.13."""
+    policy = node.meta.get("recompute")
+    return getattr(policy, "name", "") == "MUST_SAVE"
+
+
+def mutated_by(desc: Any) -> Any:
+    """The input that the caller overwrites with a forward output; None for other outputs.
+
+    torch._functorch._aot_autograd.descriptors.InputMutationAOTOutput, read in 2.13.
+    """
+    return getattr(desc, "mutated_input", None)
+
+
+def output_descs(joint: fx.GraphModule) -> tuple[Any, ...]:
+    """What each output of a joint graph is, None where unknown. meta["desc"], read in 2.13."""
+    (node,) = joint.graph.find_nodes(op="output")
+    outputs = torch.utils._pytree.tree_leaves(node.args[0])
+    descs = tuple(node.meta.get("desc") or ())
+    return descs if len(descs) == len(outputs) else (None,) * len(outputs)
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes of the whole storage that a tensor lives in, also where sizes are symbolic."""
+    if has_storage(tensor):
+        return hint(tensor.untyped_storage().nbytes())
+    return hint(tensor.numel()) * tensor.element_size()
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor has a storage: sparse and wrapped ones do not. read in 2.13."""
+    return torch._C._has_storage(tensor)
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """A number that two live tensors share if they share a storage. _cdata, read in 2.13."""
+    return tensor.untyped_storage()._cdata if has_storage(tensor) else None
+
+
+def tangent_of(node: fx.Node) -> Any:
+    """The forward output of which a tangent is the gradient.
+
+    torch._functorch._aot_autograd.descriptors.TangentAOTInput, read in 2.13.
+    """
+    return getattr(node.meta.get("desc"), "output", None)
+
+
+def compiled_node(outputs: Any, inputs: Sequence[Any]) -> Any:
+    """The autograd node of the compiled graph that made `outputs` from `inputs`, or None.
+
+    An output that is a view hangs a node or two below. What the inputs hang on is older.
+    Read in torch 2.13, `_functorch/_aot_autograd/runtime_wrappers.py`, for the node's name.
+    """
+    older = {_node_of(x) for x in inputs}
+    level = [_node_of(x) for x in torch.utils._pytree.tree_leaves(outputs)]
+    for _ in range(4):
+        level = [node for node in level if node is not None and node not in older]
+        for node in level:
+            if node.name() == "CompiledFunctionBackward":
+                return node
+        level = [below for node in level for below, _ in node.next_functions]
+    return None
+
+
+def _node_of(x: Any) -> Any:
+    return x.grad_fn if isinstance(x, torch.Tensor) else None
+
+
+def updated_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int, ...]:
+    """Indices of the placeholders that the caller overwrites with an output of the forward.
+
+    Updates by an op of the graph itself are not among them (torch 2.13).
+    """
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    index = {input_desc(node): i for i, node in enumerate(placeholders)}
+    found = (mutated_by(desc) for desc in output_descs(joint)[:num_fwd_outputs])
+    return tuple(sorted(index[desc] for desc in found if desc in index))

@@ -174,7 +174,8 @@ def _forward_nodes(joint: fx.GraphModule, graph: Graph) -> set[fx.Node]:
         elif node.name in graph.by_name:
             mine = graph.op(node.name).phase is Phase.FORWARD
         else:
-            mine = all(n in found or n.op == "get_attr" for n in node.all_input_nodes)
+            inputs = node.all_input_nodes
+            mine = bool(inputs) and all(n in found or n.op == "get_attr" for n in inputs)
         if mine:
             found.add(node)
     return found
@@ -523,13 +524,11 @@ class _Keeper:
 
 
 def _followers(program: _Program) -> dict[fx.Node, list[fx.Node]]:
-    """Nodes of the forward that are no ops, each under the last made of its inputs."""
+    """Sizes that the forward computes and that are no ops, each under the last of its inputs."""
     found: dict[fx.Node, list[fx.Node]] = {}
     order = {node: i for i, node in enumerate(program.joint.graph.nodes)}
     for node in program.joint.graph.nodes:
-        if node.op != "call_function" or node not in program.of_forward or program.is_op(node):
-            continue
-        if node.target is operator.getitem or not node.all_input_nodes:
+        if program.is_op(node) or node not in program.of_forward or not _torch.is_symbol(node):
             continue
         inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
         if inputs:

@@ -167,7 +167,7 @@ class ByHand:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        mutated = [i for i, known in enumerate(_torch.traced_inputs()) if known.mutates_data]
+        mutated = _torch.updated_inputs(joint, num_fwd_outputs)
         graph = read(joint, num_fwd_outputs)
         plan = self.scheduler(graph)
         schedule.verify(graph, plan)
@@ -185,7 +185,8 @@ def read(joint: fx.GraphModule, num_fwd_outputs: int) -> Graph:
     """A joint graph as planning sees it, with seconds of 1 and no scratch bytes."""
     nodes = list(joint.graph.nodes)
     outputs = [x for x in tree_leaves(nodes[-1].args) if isinstance(x, fx.Node) or x is None]
-    forward = _ancestors([x for x in outputs[:num_fwd_outputs] if x is not None])
+    written = [node for node in nodes if _torch.writes_arguments(node.target)]
+    forward = _ancestors([*written, *(x for x in outputs[:num_fwd_outputs] if x is not None)])
     values: dict[str, Value] = {}
     ops: list[Op] = []
     for node in nodes:
@@ -222,7 +223,7 @@ def _op(node: fx.Node, forward: set[fx.Node], values: dict[str, Value]) -> Op:
     tags = getattr(node.target, "tags", ())
     traits: set[Trait] = set()
     mutates = _torch.writes_arguments(node.target)
-    phase = Phase.FORWARD if node in forward or mutates else Phase.BACKWARD
+    phase = Phase.FORWARD if node in forward else Phase.BACKWARD
     kind = Kind.ACTIVATION if phase is Phase.FORWARD else Kind.BACKWARD
     made = [n for n in _taken(node) if isinstance(n.meta["val"], Tensor)]
     for result in made:

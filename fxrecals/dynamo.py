@@ -1,0 +1,424 @@
+"""`torch.compile` under a byte limit.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 4)
+    >>> compiled = torch.compile(model, backend=backend("1GB", inner="eager"))
+
+A `Backend` is called by Dynamo once per graph. It lets AOTAutograd (or Inductor) trace forward
+and backward together, plans on that joint graph, and hands back the two halves. Where a model
+breaks into several graphs, they share the limit through a `Ledger`. Graphs that need no
+gradients go to the inner compiler untouched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+from torch import fx
+
+from fxrecals import _torch, rewrite
+from fxrecals.errors import InfeasibleLimitError, OptionError
+from fxrecals.ir import Graph
+from fxrecals.schedule import Schedule
+from fxrecals.timeline import simulate
+from fxrecals.units import DeviceLimits, Limit, format_bytes, parse_limit
+
+INNERS = ("inductor", "eager")
+SOLVERS = ("auto", "greedy", "chain", "refine", "exact")
+OPTIONS = ("limit", "inner", "cost", "solver")
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+
+
+class Planner(Protocol):
+    """Decides: from a graph and a limit to a schedule, or to something that has one."""
+
+    def __call__(
+        self, graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None
+    ) -> Any:
+        """`allowance_bytes` replaces the limit where other graphs hold a part of it."""
+        ...
+
+
+class Reader(Protocol):
+    """Reads a joint graph, as `fxrecals.capture.read` does."""
+
+    def __call__(
+        self,
+        joint: fx.GraphModule,
+        *,
+        num_fwd_outputs: int,
+        parameter_inputs: Collection[int],
+        mutated_inputs: Collection[int],
+        cost: Any,
+    ) -> Graph:
+        """Inputs are given by index among the placeholders."""
+        ...
+
+
+def backend(
+    limit: int | str | Mapping[str, int | str] | Limit | DeviceLimits | None = None,
+    *,
+    inner: Literal["inductor", "eager"] = "inductor",
+    cost: Any = "roofline",
+    solver: str = "auto",
+    planner: Planner | None = None,
+    reader: Reader | None = None,
+) -> Backend:
+    """A backend for `torch.compile` that keeps the step's activation peak under `limit`.
+
+    Args:
+        limit: bytes as an int, ``"4GB"``, ``"4GiB"``, ``"50%"`` of the peak without recompute,
+            ``"auto"``, or a dict by device. None recomputes nothing.
+        inner: what runs the two halves. ``"eager"`` gives plain eager's bits; ``"inductor"``
+            Inductor's speed.
+        cost: how the time of an op is estimated; see `fxrecals.cost`.
+        solver: how the schedule is found; see `fxrecals.solve`.
+        planner: instead of `fxrecals.api.solve_within`.
+        reader: instead of `fxrecals.capture.read`.
+
+    Raises:
+        OptionError: an argument that does not work, before anything is compiled.
+
+    The compiled model raises `InfeasibleLimitError` when it is called with a limit under the
+    floor; nothing has run then.
+
+    >>> backend("4GB", inner="jax")
+    Traceback (most recent call last):
+    fxrecals.errors.OptionError: inner='jax' does not work; what works: 'inductor' or 'eager'
+    """
+    if inner not in INNERS:
+        raise OptionError("inner", inner, _one_of(INNERS))
+    if solver not in SOLVERS:
+        raise OptionError("solver", solver, _one_of(SOLVERS))
+    read = None if limit is None else parse_limit(limit)
+    return Backend(
+        _Settings(read, inner, cost, solver), planner or _solve_within, reader or _read
+    )
+
+
+def named_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend as `torch.compile(model, backend="fxrecals", options={"limit": "4GB"})` finds it.
+
+    Graphs compiled with the same options share one limit, whichever model they come from.
+
+    Args:
+        gm: a graph from Dynamo.
+        example_inputs: fake tensors that fit it.
+        options: those of `backend`, by name: limit, inner, cost, solver.
+        mode: `torch.compile`'s.
+
+    Raises:
+        OptionError: an option that `backend` does not have.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 2)
+    >>> compiled = torch.compile(model, backend=named_backend, options={"inner": "eager"})
+    >>> compiled(torch.ones(1, 2)).shape
+    torch.Size([1, 2])
+    """
+    given = dict(options or {})
+    for name, value in given.items():
+        if name not in OPTIONS:
+            raise OptionError("options", {name: value}, f"the names {_one_of(OPTIONS)}")
+    if given.get("limit") is not None:
+        given["limit"] = parse_limit(given["limit"])
+    return _shared(tuple(sorted(given.items())))(gm, example_inputs, mode=mode)
+
+
+# The graphs of a model come one by one, with nothing to tell that they belong together but the
+# options, which are values: so equal options are one backend.
+@lru_cache(maxsize=32)
+def _shared(options: tuple[tuple[str, Any], ...]) -> Backend:
+    return backend(**dict(options))
+
+
+def _one_of(names: Sequence[str]) -> str:
+    *first, last = (repr(name) for name in names)
+    return f"{', '.join(first)} or {last}"
+
+
+def _solve_within(
+    graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None
+) -> Schedule:
+    from fxrecals.api import solve_within
+
+    return solve_within(graph, limit, solver=solver, allowance_bytes=allowance_bytes)
+
+
+def _read(joint: fx.GraphModule, **known: Any) -> Graph:
+    from fxrecals.capture import read
+
+    return read(joint, **known)
+
+
+# --- what several graphs share -----------------------------------------------------------------
+
+
+class Ledger:
+    """What the graphs of one step hold between their forward and their backward.
+
+    While a later graph is compiled, earlier ones have run their forward and not their backward:
+    what they keep is not there for the later one.
+
+    >>> ledger = Ledger()
+    >>> ledger.allowance(parse_limit("50%"), baseline_bytes=1000) is None
+    True
+    >>> ticket = ledger.enter(300)
+    >>> ledger.allowance(parse_limit("50%"), baseline_bytes=4000)
+    200
+    >>> ledger.leave(ticket)
+    >>> ledger.alive_bytes
+    0
+    """
+
+    def __init__(self) -> None:
+        self._alive: dict[int, int] = {}
+        self._entered = 0
+        self._limit_bytes: int | None = None
+
+    @property
+    def alive_bytes(self) -> int:
+        """Activation bytes that graphs hold for a backward yet to come."""
+        return sum(self._alive.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._alive
+
+    def allowance(self, limit: Limit, baseline_bytes: int) -> int | None:
+        """Bytes left for a graph, or None where all of the limit is its own.
+
+        A share is one of the first graph's peak, and stays that for the rest of the step.
+        Free memory ("auto") is already less what others hold.
+
+        Args:
+            limit: the limit of the step.
+            baseline_bytes: peak of the graph without recompute.
+        """
+        if limit.nbytes is None and limit.share is None:
+            return None
+        if self.is_empty or self._limit_bytes is None:
+            self._limit_bytes = limit.resolve(baseline_bytes)
+        return None if self.is_empty else self._limit_bytes - self.alive_bytes
+
+    def enter(self, nbytes: int) -> int:
+        """Notes that a forward has run that holds `nbytes`; returns a ticket to leave with."""
+        self._entered += 1
+        self._alive[self._entered] = nbytes
+        return self._entered
+
+    def leave(self, ticket: int) -> None:
+        """Notes that a backward has run or never will. Leaving twice is leaving once."""
+        self._alive.pop(ticket, None)
+
+
+# --- the backend -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    limit: Limit | DeviceLimits | None
+    inner: str
+    cost: Any
+    solver: str
+
+
+class Backend:
+    """What `backend` returns: a Dynamo backend that remembers its plans.
+
+    Attributes:
+        plans: what the planner returned for each graph that needs gradients, in order.
+        ledger: what the graphs hold just now.
+    """
+
+    __name__ = "fxrecals"
+
+    def __init__(self, settings: _Settings, planner: Planner, reader: Reader) -> None:
+        self.settings = settings
+        self.ledger = Ledger()
+        self.plans: tuple[Any, ...] = ()
+        self._planner = planner
+        self._reader = reader
+        self._has_warned = False
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compiles one graph of Dynamo's; called by `torch.compile`."""
+        if options:
+            raise OptionError("options", dict(options), "the arguments of fxrecals.backend")
+        compilation = _Compilation(self)
+        try:
+            compiled = compilation.compile(gm, example_inputs, mode)
+        except Exception:
+            if compilation.refused is None:
+                raise
+            return _refusal(compilation.refused)
+        if not compilation.held_bytes:
+            return compiled
+        return _tracked(compiled, self.ledger, sum(compilation.held_bytes))
+
+    def plan(self, graph: Graph) -> Any:
+        """Plans a joint graph within what is left of the limit.
+
+        Raises:
+            InfeasibleLimitError: the graph is alone, and its floor is over the limit.
+        """
+        limit = self.settings.limit
+        if limit is None:
+            return Schedule.keeping_everything(graph)
+        allowance = self._allowance(graph, limit)
+        try:
+            return self._ask(graph, limit, allowance)
+        except InfeasibleLimitError as error:
+            if allowance is None:
+                raise
+            self._warn(graph, limit, allowance, error.floor_bytes)
+            return self._ask(graph, limit, error.floor_bytes)
+
+    def read(self, joint: fx.GraphModule, num_fwd_outputs: int, parameters: Sequence[int]) -> Graph:
+        """A joint graph from AOTAutograd, as planning sees it.
+
+        Args:
+            joint: as a partition function gets it.
+            num_fwd_outputs: how many of its outputs the forward returns.
+            parameters: indices of the placeholders that outlive the step.
+        """
+        return self._reader(
+            joint,
+            num_fwd_outputs=num_fwd_outputs,
+            parameter_inputs=tuple(parameters),
+            mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
+            cost=self.settings.cost,
+        )
+
+    def remember(self, planned: Any) -> None:
+        """Adds to `plans`."""
+        self.plans = (*self.plans, planned)
+
+    def _ask(self, graph: Graph, limit: Limit | DeviceLimits, allowance: int | None) -> Any:
+        solver = self.settings.solver
+        return self._planner(graph, limit, solver=solver, allowance_bytes=allowance)
+
+    def _allowance(self, graph: Graph, limit: Limit | DeviceLimits) -> int | None:
+        if isinstance(limit, DeviceLimits):
+            return None  # what is held is not known by device
+        keep = Schedule.keeping_everything(graph)
+        return self.ledger.allowance(limit, simulate(graph, keep).peak_bytes)
+
+    def _warn(self, graph: Graph, limit: Any, allowance: int, floor: int) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        sources = (op.where.source for op in graph.ops if op.where.source)
+        left, over = format_bytes(max(0, allowance)), format_bytes(floor - max(0, allowance))
+        warnings.warn(
+            f"the graph after the break at {next(sources, 'an unknown line')} needs at least "
+            f"{format_bytes(floor)}, and the graphs before it leave {left} of limit={limit}: "
+            f"it is planned at its floor, {over} over what is left. fxrecals.plan and "
+            "fxrecals.rewrite see the whole step, and may find room",
+            stacklevel=2,
+        )
+
+
+@dataclass
+class _Compilation:
+    """One call of a backend: carries what the partitioner finds out to whoever called it.
+
+    Attributes:
+        held_bytes: of each plan made: what its forward leaves alive.
+        refused: why there is no plan.
+        digest: names the plans, for Inductor's cache.
+    """
+
+    owner: Backend
+    held_bytes: list[int] = field(default_factory=list)
+    refused: InfeasibleLimitError | None = None
+    digest: str = ""
+
+    def compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None
+    ) -> Callable[..., Any]:
+        if self.owner.settings.inner == "eager":
+            halves = {"partition_fn": self.partition, **rewrite.compilers()}
+            compile_ = _torch.aot_autograd(keep_inference_input_mutations=True, **halves)
+            return compile_(gm, example_inputs)
+        partitioner = _torch.inductor_partitioner(self.partition, self.identity)
+        patches = _torch.inductor_mode(mode)
+        return _torch.compile_with_inductor(gm, example_inputs, partitioner, patches)
+
+    def partition(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **_: Any,
+    ) -> Halves:
+        """AOTAutograd's partitioner: reads, plans, splits."""
+        graph = self.owner.read(joint, num_fwd_outputs, static_lifetime_input_indices or ())
+        try:
+            planned = self.owner.plan(graph)
+        except InfeasibleLimitError as error:
+            self.refused = error
+            raise
+        self.owner.remember(planned)
+        schedule: Schedule = getattr(planned, "schedule", planned)
+        self.held_bytes.append(simulate(graph, schedule).saved_bytes)
+        self.digest = hashlib.sha256(f"{self.digest}{schedule.runs}".encode()).hexdigest()
+        return rewrite.split(
+            joint,
+            graph,
+            schedule,
+            num_fwd_outputs=num_fwd_outputs,
+            mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
+            lowered=self.owner.settings.inner == "inductor",
+        )
+
+    def identity(self) -> tuple[str, ...]:
+        """What code generated for this compilation must not be shared beyond."""
+        settings = self.owner.settings
+        return ("fxrecals", str(settings.limit), settings.solver, self.digest)
+
+
+def _refusal(error: InfeasibleLimitError) -> Callable[..., Any]:
+    # Dynamo wraps what a backend raises in an error of its own. Raised from the compiled code,
+    # it reaches the user as it is, and nothing has run either.
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise error.with_traceback(None)
+
+    return refuse
+
+
+def _tracked(compiled: Callable[..., Any], ledger: Ledger, nbytes: int) -> Callable[..., Any]:
+    """`compiled`, entered in the ledger from its forward to its backward."""
+
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        node = _torch.compiled_node(outputs, args)
+        if node is not None:
+            ticket = ledger.enter(nbytes)
+            node.register_hook(lambda inputs, outputs: ledger.leave(ticket))
+            weakref.finalize(node, ledger.leave, ticket).atexit = False
+        return outputs
+
+    return run
