@@ -6,11 +6,13 @@ name fails there, by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 # --- joint graphs: which placeholder is what (torch 2.13) -------------------------------------
 
@@ -142,7 +144,8 @@ def run_with_rng_state() -> Any:
 def inductor_partitioner(partition: Callable[..., Any], identity: Callable[[], Any]) -> Any:
     """`partition` as Inductor's `custom_partitioner_fn` takes it; `identity` keys its code cache.
 
-    Read in torch 2.13, `_inductor/custom_graph_pass.py`.
+    Read in torch 2.13, `_inductor/custom_graph_pass.py`. The cache pickles all settings, this one
+    too, which holds live objects: so it is pickled as its identity.
     """
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -152,6 +155,9 @@ def inductor_partitioner(partition: Callable[..., Any], identity: Callable[[], A
 
         def uuid(self) -> Any:
             return identity()
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return tuple, (identity(),)
 
     return Partitioner()
 
@@ -307,3 +313,150 @@ def updated_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int, ..
     index = {input_desc(node): i for i, node in enumerate(placeholders)}
     found = (mutated_by(desc) for desc in output_descs(joint)[:num_fwd_outputs])
     return tuple(sorted(index[desc] for desc in found if desc in index))
+
+
+# --- measuring (torch 2.13) --------------------------------------------------------------------
+
+
+@contextmanager
+def allocations_recorded() -> Iterator[Callable[[str], dict[str, int]]]:
+    """Records the allocator's events on the CPU; afterwards, peaks by name of marked span.
+
+    The yielded function takes a prefix of names of `record_function` spans, and gives for each
+    the largest total that was allocated within it. Kineto's event tree, read in torch 2.13,
+    `autograd/profiler.py`.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        yield lambda prefix: _span_peaks(prof, prefix)
+
+
+def _span_peaks(prof: Any, prefix: str) -> dict[str, int]:
+    spans: list[tuple[int, int, str]] = []
+    events: list[tuple[int, int]] = []
+    stack = list(prof.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            if event.extra_fields.device.type == "cpu":
+                events.append((event.start_time_ns, event.extra_fields.alloc_size))
+        elif event.name.startswith(prefix):
+            spans.append((event.start_time_ns, event.end_time_ns, event.name))
+    events.sort(key=lambda e: e[0])
+    return {name: _peak(events, start, end) for start, end, name in spans}
+
+
+def _peak(events: Sequence[tuple[int, int]], start: int, end: int) -> int:
+    live = peak = 0
+    first = bisect_left(events, start, key=lambda e: e[0])
+    for when, size in events[first:]:
+        if when > end:
+            break
+        live += size
+        peak = max(peak, live)
+    return peak
+
+
+def cpu_capability() -> str:
+    """The vector instructions that kernels on this CPU use (torch 2.13)."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is running: a second one cannot be started (torch 2.13)."""
+    return torch.autograd._profiler_enabled()
+
+
+def draws_seed(target: Any) -> bool:
+    """Whether an op takes seeds from the generator for Inductor's own random ops.
+
+    Read in torch 2.13, `_inductor/inductor_prims.py`.
+    """
+    return str(target).startswith("prims.inductor_seed")
+
+
+# --- tracing a model (torch 2.13) --------------------------------------------------------------
+
+
+def break_reason(gm: fx.GraphModule) -> str:
+    """Why Dynamo ended a graph before the model ended, "" where it did not.
+
+    `compile_subgraph_reason`, read in torch 2.13, `_dynamo/output_graph.py`.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    frames = [f"{f.filename}:{f.lineno}" for f in reason.user_stack[-1:]]
+    return f"{reason.reason.partition(chr(10))[0]} ({', '.join(frames)})"
+
+
+def compile_apart(model: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` that neither counts against the user's recompile limit nor reuses graphs.
+
+    `isolate_recompiles` came after torch 2.11 (read in 2.13, `__init__.py`); without it, and for
+    the cap on all compilations of a code object, the limits are lifted while it runs.
+    """
+    import torch._dynamo
+
+    compiled: Callable[..., Any]
+    try:
+        compiled = torch.compile(model, backend=backend, dynamic=False, isolate_recompiles=True)
+    except TypeError:
+        compiled = torch.compile(model, backend=backend, dynamic=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+        with torch._dynamo.config.patch(suppress_errors=False, **limits):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with nodes of its own, that shares attributes and values (torch 2.13)."""
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, copied := {})
+    old = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    new = graph.output(output)
+    new.meta = dict(old.meta)
+    del copied
+    return fx.GraphModule(gm, graph)
+
+
+def default_partition(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's partitioner without recompute (torch 2.13, `_functorch/partitioners.py`)."""
+    from torch._functorch.partitioners import default_partition as split
+
+    return split(*args, **kwargs)
+
+
+def fake(mode: Any, tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A fake of a tensor, on another device if one is given; parameters stay parameters.
+
+    Read in torch 2.13, `_subclasses/fake_tensor.py`.
+    """
+    if device is None:
+        found = mode.from_tensor(tensor, static_shapes=True)
+    else:
+        made = torch.empty_strided(
+            tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        found = made.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter) and not isinstance(found, torch.nn.Parameter):
+        found = torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
+    return found
+
+
+def fake_mode() -> Any:
+    """A mode under which tensors have a shape and no memory (torch 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def original(model: Any) -> Any:
+    """The module that `torch.compile` wrapped; any other model as it is (torch 2.13)."""
+    return getattr(model, "_orig_mod", model)
