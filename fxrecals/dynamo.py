@@ -16,7 +16,7 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
@@ -24,7 +24,7 @@ from torch import fx
 
 from fxrecals import _torch, rewrite
 from fxrecals.errors import InfeasibleLimitError, OptionError
-from fxrecals.ir import Graph
+from fxrecals.ir import Graph, Trait
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from fxrecals.units import DeviceLimits, Limit, format_bytes, parse_limit
@@ -302,13 +302,14 @@ class Backend:
             num_fwd_outputs: how many of its outputs the forward returns.
             parameters: indices of the placeholders that outlive the step.
         """
-        return self._reader(
+        graph = self._reader(
             joint,
             num_fwd_outputs=num_fwd_outputs,
             parameter_inputs=tuple(parameters),
             mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
             cost=self.settings.cost,
         )
+        return _with_seeds_kept(joint, graph) if self.settings.inner == "inductor" else graph
 
     def remember(self, planned: Any) -> None:
         """Adds to `plans`."""
@@ -337,6 +338,16 @@ class Backend:
             "fxrecals.rewrite see the whole step, and may find room",
             stacklevel=2,
         )
+
+
+def _with_seeds_kept(joint: fx.GraphModule, graph: Graph) -> Graph:
+    """`graph`, with Inductor's seeds drawn once: what is random from a seed can run again."""
+    seeds = {node.name for node in joint.graph.nodes if _torch.draws_seed(node.target)}
+    ops = (
+        replace(op, traits=op.traits | {Trait.OPAQUE}) if op.name in seeds else op
+        for op in graph.ops
+    )
+    return replace(graph, ops=tuple(ops)) if seeds else graph
 
 
 @dataclass

@@ -404,7 +404,8 @@ def _sorted(program: _Program, saved: Collection[fx.Node], states: Collection[st
     found = sorted(saved, key=position.__getitem__)
     symbols = [node for node in found if _torch.is_symbol(node)]
     objects = [node for node in found if _torch.is_opaque_object(node)]
-    tensors = [node for node in found if node not in symbols and node not in objects]
+    apart = {*symbols, *objects}
+    tensors = [node for node in found if node not in apart]
     tensors.sort(key=_torch.is_saved_without_check)
     return _Saved(
         tensors=tuple(tensors),
@@ -421,7 +422,8 @@ def _with_bindings(
     """The saved sizes, those that define a symbol first, and every symbol of a saved shape."""
     bindings = _torch.symbol_bindings(program.joint.graph)
     tangents = [node for node in program.placeholders if _torch.is_tangent(node)]
-    needed: dict[fx.Node, None] = {n: None for n in symbols if n in bindings.values()}
+    binding = set(bindings.values())
+    needed: dict[fx.Node, None] = {n: None for n in symbols if n in binding}
     for node in (*symbols, *tensors, *tangents):
         for symbol in _torch.free_symbols_of(node.meta.get("val")):
             if symbol in bindings and bindings[symbol] in program.of_forward:
