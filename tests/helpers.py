@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from fxrecals import _torch, rewrite, schedule
@@ -254,3 +255,41 @@ def _value(node: fx.Node, kind: Kind) -> Value:
     size = storage.nbytes()
     nbytes = size if isinstance(size, int) else 1
     return Value(node.name, nbytes, str(storage._cdata), kind)
+
+
+# --- what the allocator handed out -------------------------------------------------------------
+
+
+def peak_bytes(step: Callable[[], Any], model: nn.Module) -> int:
+    """Largest live total of a step on the CPU, parameter gradients left out, above its start."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        step()
+    grads = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    events = _allocations(prof)
+    last = {address: i for i, (_, address, size) in enumerate(events) if size > 0}
+    gradients = {last[address] for address in grads if address in last}
+    live = peak = 0
+    sizes: dict[int, int] = {}
+    for i, (_, address, size) in enumerate(events):
+        if size > 0:
+            sizes[address] = 0 if i in gradients else size
+            live += sizes[address]
+        else:
+            live -= sizes.pop(address, 0)
+        peak = max(peak, live)
+    return peak
+
+
+def _allocations(prof: profile) -> list[tuple[int, int, int]]:
+    """(time, address, bytes) of every allocator event; bytes are negative for a free."""
+    found: list[tuple[int, int, int]] = []
+    stack = list(prof.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return sorted(found, key=lambda event: event[0])
