@@ -45,6 +45,9 @@ from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """Bytes of a generator's state, by device type: those whose draws can be replayed."""
 
+LOSS_TENSORS = 3
+"""Tensors of the size of the tangents that the caller's loss holds beside them, at most."""
+
 PINNED = frozenset({Trait.MUTATES, Trait.RANDOM, Trait.OPAQUE, Trait.COLLECTIVE})
 """Traits of ops that stay in the half of the step in which they were traced."""
 
@@ -547,7 +550,7 @@ def _call(node: fx.Node, program: _Program, traits: frozenset[Trait]) -> Call:
         node.target,
         fx.map_arg(node.args, value),  # type: ignore[arg-type]
         fx.map_arg(node.kwargs, value),  # type: ignore[arg-type]
-        tuple(s.val for s in program.slots[node]),
+        node.meta.get("val"),
         is_view=Trait.VIEW in traits,
         is_random=Trait.RANDOM in traits,
         is_known=_is_known(node),
@@ -595,8 +598,8 @@ def _loss(
 ) -> Op:
     """What the caller does between forward and backward.
 
-    Where the model computes no loss, ``square().mean()`` or a cross entropy hold up to two more
-    tensors of the size of the tangents.
+    Where the model computes no loss, the gradient of ``square().mean()`` holds three more tensors
+    of the size of the tangents for a moment; a cross entropy holds two.
     """
     wanted = {_torch.tangent_of(n) for n in tangents}
     held = [n for n in program.outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
@@ -633,7 +636,7 @@ def _caller(
 def _loss_scratch(tangents: Sequence[Tensor]) -> int:
     if any(_torch.hint(t.numel()) == 1 for t in tangents):
         return 0  # the model has computed its loss by itself
-    return 2 * sum(_torch.storage_bytes(t) for t in tangents)
+    return LOSS_TENSORS * sum(_torch.storage_bytes(t) for t in tangents)
 
 
 def _values(program: _Program, ops: Sequence[Op], gradients: Collection[str]) -> dict[str, Value]:
@@ -913,7 +916,7 @@ def _joined_backward(
     returned = [p.outputs[k] for p in parts for k in p.run.results if k < len(p.outputs)]
     read_by_loss = tuple(dict.fromkeys(name for name in returned if name in values))
     sizes = [values[name].nbytes for name in loss]
-    scratch = 0 if any(n <= 8 for n in sizes) else 2 * sum(sizes)
+    scratch = 0 if any(n <= 8 for n in sizes) else LOSS_TENSORS * sum(sizes)
     name = "loss"
     ops = [_caller(name, read_by_loss, tuple(loss), scratch)]  # type: ignore[arg-type]
     aliases: dict[str, Value] = {}
