@@ -1,0 +1,1 @@
+"""Solvers: from a graph and a limit to a schedule."""

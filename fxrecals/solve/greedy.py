@@ -1,0 +1,223 @@
+"""Greedy descent on the exact timeline: works on any graph, down to low floors.
+
+*Problem.* Choose, for every value and every stretch between two of its uses, whether it stays in
+memory or is made again before the second use, so that no position exceeds the limit and the
+extra time is least. (Retention intervals, as in MOCCASIN; here without a bound on the copies.)
+
+*Method.* Start with everything kept. While some position is over the limit, look at the values
+that merely pass through the highest one, and evict that which relieves most excess per second:
+make it again just before its next use, together with whatever of its ancestors is not alive
+there. Every move is played on the exact incremental timeline and taken back if it does not lower
+the excess. A value made again is a value like any other: it may be evicted and made again once
+more, which is what reaches the low floors. What the limit leaves free afterwards is spent on
+undoing recomputes, the most expensive first.
+
+*Why not a knapsack over the saved set?* Because the peak is not there: values recomputed all at
+once are alive all at once (PyTorch's budget partitioner peaks *higher* at low budgets for it).
+
+*Bound.* None; see `Plan.bound_seconds` for how far from optimal a result can be.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxrecals.solve.problem import Problem
+from fxrecals.solve.state import Snapshot, State
+
+Run = tuple[int, int]
+"""An op and the stage at which it runs again."""
+
+TINY = 1e-9
+"""Seconds added to every price, so that of free recomputes the larger one comes first."""
+
+
+class Eviction(NamedTuple):
+    """A stretch of a storage's life that could be cut out.
+
+    Attributes:
+        storage: what is evicted.
+        after: the last position at which it must be alive before the stretch.
+        before: the stage before which it is made again.
+    """
+
+    storage: int
+    after: int
+    before: int
+
+
+def lower(state: State, limit: int, *, effort: int, dearest: float = float("inf")) -> bool:
+    """Adds recomputes to `state` until it fits `limit` bytes; says whether it does.
+
+    Gives up after `effort` toggles, when no move is left, or when the extra time exceeds
+    `dearest` seconds. `state` is then left as low as this could bring it.
+    """
+    dead: set[Eviction] = set()
+    last = state.toggles + effort
+    while state.toggles < last and state.seconds <= dearest:
+        total = state.total
+        peak = int(total.argmax())
+        if total[peak] <= limit:
+            return True
+        if not _relieve(state, peak, limit, dead, last):
+            return False
+    return state.peak_bytes <= limit
+
+
+def descend(state: State, *, effort: int) -> Iterator[Snapshot]:
+    """Ever lower states, from `state` down to the lowest that this can reach."""
+    last = state.toggles + effort
+    best = state.snapshot()
+    shrink = 0.1
+    while shrink > 0.005 and state.toggles < last:
+        target = int(state.peak_bytes * (1 - shrink))
+        if lower(state, target, effort=last - state.toggles):
+            best = state.snapshot()
+            yield best
+        else:
+            state.restore(best)
+            shrink /= 2
+
+
+def _relieve(state: State, position: int, limit: int, dead: set[Eviction], last: int) -> bool:
+    """Evicts until `position` fits or `last` toggles are done; says whether anything was gained."""
+    over = np.concatenate(([0], np.cumsum(state.total > limit)))
+    queue = [
+        (_price(state, eviction, over), eviction)
+        for eviction in evictions(state, position)
+        if eviction not in dead
+    ]
+    heapq.heapify(queue)
+    gained = False
+    while queue and state.toggles < last and state.peak_at(position) > limit:
+        price, eviction = heapq.heappop(queue)
+        if not is_possible(state, eviction):
+            continue
+        now = _price(state, eviction, over)
+        if queue and now > max(price, 1.1 * queue[0][0]):
+            heapq.heappush(queue, (now, eviction))  # dearer than when it was queued
+        elif _try(state, recompute_for(state, eviction), limit):
+            gained = True
+        else:
+            dead.add(eviction)
+    return gained
+
+
+def excess(total: NDArray[np.int64], limit: int) -> int:
+    """Bytes over the limit, summed over the positions."""
+    return int(np.maximum(total - limit, 0).sum())
+
+
+def _try(state: State, runs: list[Run], limit: int) -> bool:
+    """Plays a move; takes it back unless it lowers the excess."""
+    before = excess(state.total, limit)
+    for op, stage in runs:
+        state.toggle(op, stage)
+    dropped = _drop_followers(state, runs, limit)
+    if excess(state.total, limit) < before:
+        return True
+    for op, stage in reversed([*runs, *dropped]):
+        state.toggle(op, stage)
+    return False
+
+
+def _drop_followers(state: State, runs: list[Run], limit: int) -> list[Run]:
+    """Where an op now runs earlier than a later recompute of it, lets the earlier one serve both
+    if the limit allows it."""
+    dropped: list[Run] = []
+    for op, stage in runs:
+        later = state.runs[op]
+        index = bisect_right(later, stage)
+        if index == len(later):
+            continue
+        following = later[index]
+        before = excess(state.total, limit)
+        state.toggle(op, following)
+        if excess(state.total, limit) > before:
+            state.toggle(op, following)
+        else:
+            dropped.append((op, following))
+    return dropped
+
+
+def evictions(state: State, position: int) -> Iterator[Eviction]:
+    """Everything that merely passes through `position` and could be made again after it."""
+    problem = state.problem
+    for storage, nbytes in enumerate(problem.nbytes):
+        maker = problem.maker[storage]
+        if not nbytes or not problem.may_run_again[maker] or storage in state.lazy:
+            continue
+        if state.ends[storage][-1] <= position and state.ends[storage][0] <= position:
+            continue
+        start, end = state.span(storage, position) if maker < position else (position, position)
+        if not start < position < end:
+            continue
+        if storage in problem.held and start == maker:
+            continue
+        eviction = next_eviction(state, storage, position, start, end)
+        if eviction is not None:
+            yield eviction
+
+
+def next_eviction(
+    state: State, storage: int, position: int, start: int, end: int
+) -> Eviction | None:
+    reads = state.reads(storage)
+    index = bisect_left(reads, position)
+    if index < len(reads) and reads[index] == position:
+        return None
+    after = max(start, reads[index - 1]) if index else start
+    before = reads[index]
+    if before > end or not state.problem.may_run_at(state.problem.maker[storage], before):
+        return None
+    return Eviction(storage, after, before)
+
+
+def is_possible(state: State, eviction: Eviction) -> bool:
+    """Whether the storage still passes through the whole stretch."""
+    start, end = state.span(eviction.storage, eviction.after)
+    if not start <= eviction.after or end < eviction.before:
+        return False
+    return not state.runs_at(state.problem.maker[eviction.storage], eviction.before)
+
+
+def recompute_for(state: State, eviction: Eviction) -> list[Run]:
+    """The runs that make a storage again: its op, and ancestors that are not alive by then.
+
+    An ancestor that may not run again lives on instead.
+    """
+    problem = state.problem
+    stage = eviction.before
+    found: set[int] = set()
+    pending = [problem.maker[eviction.storage]]
+    while pending:
+        op = pending.pop()
+        if op in found or state.runs_at(op, stage):
+            continue
+        found.add(op)
+        for storage in problem.reads[op]:
+            maker = problem.maker[storage]
+            if not state.is_alive(storage, stage) and problem.may_run_at(maker, stage):
+                pending.append(maker)
+    return [(op, stage) for op in sorted(found)]
+
+
+def _price(state: State, eviction: Eviction, over: NDArray[np.int64]) -> float:
+    """Extra seconds per byte and position over the limit that an eviction relieves.
+
+    `over[k]` counts the positions before `k` that are over the limit. A run that an existing
+    later run can be spared for costs nothing.
+    """
+    seconds = TINY
+    for op, stage in recompute_for(state, eviction):
+        later = state.runs.get(op, ())
+        if not (later and later[-1] > stage):
+            seconds += state.problem.ops[op].seconds
+    count = max(1, int(over[eviction.before] - over[eviction.after + 1]))
+    return seconds / (count * state.problem.nbytes[eviction.storage])

@@ -1,0 +1,209 @@
+"""The incremental timeline: a set of (op, stage) recomputes whose peak is always known.
+
+`State.toggle(op, stage)` adds or removes one recompute and brings the bytes of every position up
+to date in time proportional to what changed. It must agree with `timeline.simulate` on the
+schedule that `Problem.schedule` makes of it, byte for byte; a test holds it to that.
+
+Every storage has one *span* per run of its maker: from that run to the last read before the next.
+A span charges the positions strictly inside it (`through`); what is made or freed within a
+position is charged by walking that position's runs (`local`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxrecals.solve.problem import Problem
+
+Snapshot = dict[int, tuple[int, ...]]
+"""The stages at which each op runs again."""
+
+UNREAD = -1
+"""End of the span of a generator state that nobody needs: it is not even taken."""
+
+
+class State:
+    """A set of recomputes and its memory profile. Mutable; `runs` is its whole content."""
+
+    def __init__(self, problem: Problem, runs: Mapping[int, Iterable[int]] | None = None) -> None:
+        self.problem = problem
+        self.toggles = 0
+        self.runs: dict[int, list[int]] = {op: sorted(at) for op, at in (runs or {}).items() if at}
+        self.seconds = sum(problem.ops[op].seconds * len(at) for op, at in self.runs.items())
+        self.stage: dict[int, list[int]] = {}
+        for op in sorted(self.runs):
+            for at in self.runs[op]:
+                self.stage.setdefault(at, []).append(op)
+        self._scratch = [op.scratch_bytes for op in problem.ops]
+        self.lazy = frozenset(s for s in problem.rng if s >= 0)
+        self._inputs = [  # what a second run reads
+            (*reads, state) if state >= 0 else reads
+            for reads, state in zip(problem.reads, problem.rng, strict=True)
+        ]
+        self._outputs = [  # what a second run makes
+            tuple(s for s in makes if s != state)
+            for makes, state in zip(problem.makes, problem.rng, strict=True)
+        ]
+        self.starts: list[list[int]] = []
+        self.ends: list[list[int]] = []
+        self.through: NDArray[np.int64] = np.zeros(problem.end, np.int64)
+        self.local: NDArray[np.int64] = np.zeros(problem.end, np.int64)
+        self._stale = set(range(problem.end))
+        for storage in range(len(problem.nbytes)):
+            starts, ends = self._spans(storage)
+            self.starts.append(starts)
+            self.ends.append(ends)
+            self._charge(storage, zip(starts, ends, strict=True), 1)
+
+    def snapshot(self) -> Snapshot:
+        """The content, to be given to a new state or to `Problem.schedule`."""
+        return {op: tuple(at) for op, at in sorted(self.runs.items())}
+
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """Peak bytes within each position."""
+        self._settle()
+        return self.through + self.local
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.total.max(initial=0))
+
+    def peak_at(self, position: int) -> int:
+        """Peak bytes within one position."""
+        self._settle()
+        return int(self.through[position] + self.local[position])
+
+    def highest(self, start: int, end: int) -> int:
+        """Peak bytes within the positions from `start` up to, not including, `end`."""
+        self._settle()
+        return int((self.through[start:end] + self.local[start:end]).max())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Goes back to an earlier content."""
+        wanted = {(op, at) for op, stages in snapshot.items() for at in stages}
+        present = {(op, at) for op, stages in self.runs.items() for at in stages}
+        for op, at in sorted(wanted ^ present):
+            self.toggle(op, at)
+
+    def runs_at(self, op: int, stage: int) -> bool:
+        return stage in self.runs.get(op, ())
+
+    def span(self, storage: int, position: int) -> tuple[int, int]:
+        """The span that serves a read of `storage` at `position`."""
+        index = bisect_right(self.starts[storage], position) - 1
+        return self.starts[storage][index], self.ends[storage][index]
+
+    def is_alive(self, storage: int, position: int) -> bool:
+        """Whether a read of `storage` at `position` would not lengthen its life."""
+        return position <= self.span(storage, position)[1]
+
+    def toggle(self, op: int, stage: int) -> None:
+        """Adds the recompute of `op` at `stage`, or removes it."""
+        self.toggles += 1
+        runs = self.runs.setdefault(op, [])
+        ops = self.stage.setdefault(stage, [])
+        if stage in runs:
+            runs.remove(stage)
+            ops.remove(op)
+            self.seconds -= self.problem.ops[op].seconds
+        else:
+            insort(runs, stage)
+            insort(ops, op)
+            self.seconds += self.problem.ops[op].seconds
+        if not runs:
+            del self.runs[op]
+        self._stale.add(stage)
+        for storage in (*self.problem.reads[op], *self.problem.makes[op]):
+            self._respan(storage)
+
+    def _settle(self) -> None:
+        """Walks every position that has changed: not until someone asks, for toggles come in
+        groups that change the same stage."""
+        for position in self._stale:
+            self.local[position] = self._walk(position)
+        self._stale.clear()
+
+    def _respan(self, storage: int) -> None:
+        """Brings the spans of a storage up to date."""
+        starts, ends = self._spans(storage)
+        if starts == self.starts[storage] and ends == self.ends[storage]:
+            return
+        old = set(zip(self.starts[storage], self.ends[storage], strict=True))
+        new = set(zip(starts, ends, strict=True))
+        self.starts[storage], self.ends[storage] = starts, ends
+        self._charge(storage, old - new, -1)
+        self._charge(storage, new - old, 1)
+        for span in old ^ new:
+            self._stale.update(span)
+        self._stale -= {UNREAD, self.problem.end}
+
+    def _charge(self, storage: int, spans: Iterable[tuple[int, int]], sign: int) -> None:
+        nbytes = sign * self.problem.nbytes[storage]
+        for start, end in spans:
+            if end > start + 1:
+                self.through[start + 1 : end] += nbytes
+
+    def _spans(self, storage: int) -> tuple[list[int], list[int]]:
+        """Where the spans of a storage start and end."""
+        problem = self.problem
+        maker = problem.maker[storage]
+        lazy = storage in self.lazy
+        again = self.runs.get(maker, [])
+        if lazy:
+            return [maker], [again[-1] if again else UNREAD]
+        starts = [maker, *again]
+        reads = self.reads(storage)
+        ends: list[int] = []
+        for index, start in enumerate(starts):
+            after = starts[index + 1] if index + 1 < len(starts) else problem.end
+            last = bisect_left(reads, after) - 1
+            ends.append(max(start, reads[last]) if last >= 0 else start)
+        if storage in problem.held:
+            ends[0] = problem.end
+        return starts, ends
+
+    def reads(self, storage: int) -> list[int]:
+        """The positions at which a storage is read, ascending."""
+        readers = self.problem.readers[storage]
+        again = [at for op in readers if op in self.runs for at in self.runs[op]]
+        return sorted({*readers, *again}) if again else list(readers)
+
+    def _walk(self, position: int) -> int:
+        """Peak bytes of what is made or freed within a position."""
+        runs = [*self.stage.get(position, ()), position]
+        nbytes = self.problem.nbytes
+        last: dict[int, int] = {}  # storage -> the run that reads it last
+        for index, op in enumerate(runs):
+            for storage in self._inputs[op] if op != position else self.problem.reads[op]:
+                last[storage] = index
+        freed = [0] * len(runs)
+        live = 0
+        for storage, index in last.items():
+            starts = self.starts[storage]
+            span = bisect_right(starts, position) - 1 if len(starts) > 1 else 0
+            if self.ends[storage][span] == position:
+                freed[index] += nbytes[storage]
+                if starts[span] < position:
+                    live += nbytes[storage]
+        peak = live
+        for index, op in enumerate(runs):
+            unread = 0
+            for storage in self._outputs[op] if op != position else self._first(op):
+                live += nbytes[storage]
+                if storage not in last and self.span(storage, position)[1] == position:
+                    unread += nbytes[storage]
+            if live + self._scratch[op] > peak:
+                peak = live + self._scratch[op]
+            live -= freed[index] + unread
+        return peak
+
+    def _first(self, op: int) -> tuple[int, ...]:
+        """What the first run of `op` makes: its generator state only if another run follows."""
+        state = self.problem.rng[op]
+        needed = state >= 0 and self.ends[state][0] != UNREAD
+        return self.problem.makes[op] if needed else self._outputs[op]
