@@ -212,7 +212,7 @@ class Ledger:
             return None
         if self.is_empty or self._limit_bytes is None:
             self._limit_bytes = limit.resolve(baseline_bytes)
-        return None if self.is_empty else self._limit_bytes - self.alive_bytes
+        return None if self.is_empty else max(0, self._limit_bytes - self.alive_bytes)
 
     def enter(self, nbytes: int) -> int:
         """Notes that a forward has run that holds `nbytes`; returns a ticket to leave with."""
@@ -330,7 +330,7 @@ class Backend:
             return
         self._has_warned = True
         sources = (op.where.source for op in graph.ops if op.where.source)
-        left, over = format_bytes(max(0, allowance)), format_bytes(floor - max(0, allowance))
+        left, over = format_bytes(allowance), format_bytes(floor - allowance)
         warnings.warn(
             f"the graph after the break at {next(sources, 'an unknown line')} needs at least "
             f"{format_bytes(floor)}, and the graphs before it leave {left} of limit={limit}: "
