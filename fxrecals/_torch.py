@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 # --- joint graphs: which placeholder is what (torch 2.13) -------------------------------------
 
@@ -46,7 +47,7 @@ def is_symbol(node: fx.Node) -> bool:
 def is_opaque_object(node: fx.Node) -> bool:
     """Whether a node is a script object or another thing that is no tensor (torch 2.13)."""
     from torch._library.fake_class_registry import FakeScriptObject
-    from torch._library.opaque_object import OpaqueBase
+    from torch._opaque_base import OpaqueBase
 
     return isinstance(node.meta.get("val"), (FakeScriptObject, OpaqueBase))
 
@@ -89,7 +90,7 @@ def saved_descriptions(with_check: int, without_check: int, others: int) -> list
 
 
 def is_saved_without_check(node: fx.Node) -> bool:
-    """Whether an `autograd.Function` stashed the tensor without `save_for_backward` (torch 2.13)."""
+    """Whether an `autograd.Function` stashed it without `save_for_backward` (torch 2.13)."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
@@ -175,7 +176,8 @@ def compile_with_inductor(
 
     config = {"custom_partitioner_fn": partitioner, **patches}
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(example_inputs), config_patches=config)
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=config)
+        return compiled
 
 
 def inductor_mode(mode: str | None) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def mutated_by(desc: Any) -> Any:
 def output_descs(joint: fx.GraphModule) -> tuple[Any, ...]:
     """What each output of a joint graph is, None where unknown. meta["desc"], read in 2.13."""
     (node,) = joint.graph.find_nodes(op="output")
-    outputs = torch.utils._pytree.tree_leaves(node.args[0])
+    outputs = pytree.tree_leaves(node.args[0])
     descs = tuple(node.meta.get("desc") or ())
     return descs if len(descs) == len(outputs) else (None,) * len(outputs)
 
@@ -290,7 +292,7 @@ def compiled_node(outputs: Any, inputs: Sequence[Any]) -> Any:
     Read in torch 2.13, `_functorch/_aot_autograd/runtime_wrappers.py`, for the node's name.
     """
     older = {_node_of(x) for x in inputs}
-    level = [_node_of(x) for x in torch.utils._pytree.tree_leaves(outputs)]
+    level = [_node_of(x) for x in pytree.tree_leaves(outputs)]
     for _ in range(4):
         level = [node for node in level if node is not None and node not in older]
         for node in level:

@@ -22,15 +22,17 @@ from typing import Any, Literal, Protocol
 
 from torch import fx
 
-from fxrecals import _torch, rewrite
+from fxrecals import _torch
+from fxrecals.cost import Cost, Free, named
 from fxrecals.errors import InfeasibleLimitError, OptionError
 from fxrecals.ir import Graph, Trait
+from fxrecals.rewrite import compilers, split
 from fxrecals.schedule import Schedule
+from fxrecals.solve import SOLVERS
 from fxrecals.timeline import simulate
 from fxrecals.units import DeviceLimits, Limit, format_bytes, parse_limit
 
 INNERS = ("inductor", "eager")
-SOLVERS = ("auto", "greedy", "chain", "refine", "exact")
 OPTIONS = ("limit", "inner", "cost", "solver")
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
@@ -56,7 +58,7 @@ class Reader(Protocol):
         num_fwd_outputs: int,
         parameter_inputs: Collection[int],
         mutated_inputs: Collection[int],
-        cost: Any,
+        cost: Cost,
     ) -> Graph:
         """Inputs are given by index among the placeholders."""
         ...
@@ -78,7 +80,7 @@ def backend(
             ``"auto"``, or a dict by device. None recomputes nothing.
         inner: what runs the two halves. ``"eager"`` gives plain eager's bits; ``"inductor"``
             Inductor's speed.
-        cost: how the time of an op is estimated; see `fxrecals.cost`.
+        cost: ``"roofline"``, ``"measured"`` or a `fxrecals.cost.Cost`: how long an op takes.
         solver: how the schedule is found; see `fxrecals.solve`.
         planner: instead of `fxrecals.api.solve_within`.
         reader: instead of `fxrecals.capture.read`.
@@ -98,9 +100,8 @@ def backend(
     if solver not in SOLVERS:
         raise OptionError("solver", solver, _one_of(SOLVERS))
     read = None if limit is None else parse_limit(limit)
-    return Backend(
-        _Settings(read, inner, cost, solver), planner or _solve_within, reader or _read
-    )
+    settings = _Settings(read, inner, named(cost), solver)
+    return Backend(settings, planner or _solve_within, reader or _read)
 
 
 def named_backend(
@@ -146,13 +147,10 @@ def _shared(options: tuple[tuple[str, Any], ...]) -> Backend:
 
 
 def _one_of(names: Sequence[str]) -> str:
-    *first, last = (repr(name) for name in names)
-    return f"{', '.join(first)} or {last}"
+    return " or ".join(map(repr, names))
 
 
-def _solve_within(
-    graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None
-) -> Schedule:
+def _solve_within(graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None) -> Any:
     from fxrecals.api import solve_within
 
     return solve_within(graph, limit, solver=solver, allowance_bytes=allowance_bytes)
@@ -196,6 +194,7 @@ class Ledger:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no graph waits for its backward: a step begins."""
         return not self._alive
 
     def allowance(self, limit: Limit, baseline_bytes: int) -> int | None:
@@ -232,7 +231,7 @@ class Ledger:
 class _Settings:
     limit: Limit | DeviceLimits | None
     inner: str
-    cost: Any
+    cost: Cost
     solver: str
 
 
@@ -307,7 +306,7 @@ class Backend:
             num_fwd_outputs=num_fwd_outputs,
             parameter_inputs=tuple(parameters),
             mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
-            cost=self.settings.cost,
+            cost=self.settings.cost if self.settings.limit is not None else Free(),
         )
         return _with_seeds_kept(joint, graph) if self.settings.inner == "inductor" else graph
 
@@ -369,7 +368,7 @@ class _Compilation:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None
     ) -> Callable[..., Any]:
         if self.owner.settings.inner == "eager":
-            halves = {"partition_fn": self.partition, **rewrite.compilers()}
+            halves = {"partition_fn": self.partition, **compilers()}
             compile_ = _torch.aot_autograd(keep_inference_input_mutations=True, **halves)
             return compile_(gm, example_inputs)
         partitioner = _torch.inductor_partitioner(self.partition, self.identity)
@@ -396,7 +395,7 @@ class _Compilation:
         schedule: Schedule = getattr(planned, "schedule", planned)
         self.held_bytes.append(simulate(graph, schedule).saved_bytes)
         self.digest = hashlib.sha256(f"{self.digest}{schedule.runs}".encode()).hexdigest()
-        return rewrite.split(
+        return split(
             joint,
             graph,
             schedule,

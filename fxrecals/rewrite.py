@@ -78,7 +78,7 @@ def split(
     >>> [n.name for n in backward.graph.nodes]  # doctest: +NORMALIZE_WHITESPACE
     ['primals_1', 'tangents_1', 'sin_recompute', 'exp_1', 'mul', 'cos', 'mul_1', 'output']
     """
-    program = _read(joint, graph, num_fwd_outputs, mutated_inputs)
+    program = _read(joint, graph, schedule, num_fwd_outputs, mutated_inputs)
     backward, saved = _backward(program, schedule, lowered)
     forward = _forward(program, schedule, saved, lowered)
     return _module(joint, forward), _module(joint, backward)
@@ -119,7 +119,7 @@ class _Program:
         of_forward: nodes that the forward can compute; the backward gets them from it.
         outputs: what the forward returns, then what the backward returns; None stands for none.
         descriptions: what the runtime knows of each output.
-        updated: nodes whose storage the forward updates in the end.
+        updated: nodes whose storage the forward updates in the end, where the backward looks at it.
     """
 
     joint: fx.GraphModule
@@ -140,7 +140,11 @@ class _Program:
 
 
 def _read(
-    joint: fx.GraphModule, graph: Graph, num_fwd_outputs: int, mutated_inputs: Collection[int]
+    joint: fx.GraphModule,
+    graph: Graph,
+    schedule: Schedule,
+    num_fwd_outputs: int,
+    mutated_inputs: Collection[int],
 ) -> _Program:
     nodes = {node.name: node for node in joint.graph.nodes}
     output = next(node for node in reversed(joint.graph.nodes) if node.op == "output")
@@ -153,7 +157,11 @@ def _read(
         outputs=outputs,
         descriptions=tuple(output.meta.get("desc", (None,) * len(outputs))),
         num_fwd_outputs=num_fwd_outputs,
-        updated=frozenset(_updated(joint, graph, mutated_inputs)),
+        updated=frozenset(
+            node
+            for node in _updated(joint, graph, mutated_inputs)
+            if _is_looked_at(node, graph, frozenset(schedule.backward))
+        ),
     )
 
 
@@ -202,6 +210,35 @@ def _updated(
             yield node
 
 
+def _is_looked_at(node: fx.Node, graph: Graph, backward: Collection[str]) -> bool:
+    """Whether a run of the backward part depends on what is in `node`."""
+    readers = (user for user in node.users if user.name in backward or user.op == "output")
+    return any(not _reads_as_statistics(reader, node) for reader in readers)
+
+
+def _reads_as_statistics(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether a batch norm in training takes `node` as running statistics, only to update them.
+
+    Every batch norm hands its statistics to its backward, and they are updated: this saves a
+    copy of each.
+    """
+    if not isinstance(reader.target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in reader.target._schema.arguments]
+    given = {**dict(zip(names, reader.args, strict=False)), **reader.kwargs}
+    if not any(given.get(flag) is True for flag in ("train", "training")):
+        return False
+    elsewhere = [x for name, x in given.items() if name not in ("running_mean", "running_var")]
+    if any(leaf is node for leaf in tree_leaves(elsewhere)):
+        return False
+    updated = [user for user in reader.users if user.args[1:] in ((3,), (4,))]
+    return all(
+        _torch.writes_arguments(user.target) or _reads_as_statistics(user, statistics)
+        for statistics in updated
+        for user in statistics.users
+    )
+
+
 # --- writing one half --------------------------------------------------------------------------
 
 
@@ -213,6 +250,7 @@ class _Writer:
         self.graph = fx.Graph()
         self.newest: dict[fx.Node, fx.Node] = {}
         self.states: dict[str, fx.Node] = {}
+        self.states_wanted: Collection[str] = ()
         self._fetch = fetch
         self._lowered = lowered
 
@@ -246,12 +284,13 @@ class _Writer:
             self.newest[node] = self.copy(node, label)
         self._take_apart(node, again)
 
-    states_wanted: Collection[str] = ()
-
     def _take_apart(self, node: fx.Node, again: bool) -> None:
+        if isinstance(node.meta.get("val"), Tensor):
+            return  # a getitem of a tensor is an op of its own
         for user in node.users:
             if user.target is operator.getitem:
-                self.newest[user] = self.copy(user, f"{user.name}_recompute" if again else user.name)
+                label = f"{user.name}_recompute" if again else user.name
+                self.newest[user] = self.copy(user, label)
                 self._take_apart(user, again)
 
     def _draw(self, node: fx.Node) -> fx.Node:
@@ -358,9 +397,7 @@ class _Saved:
     states: tuple[str, ...]
 
 
-def _backward(
-    program: _Program, schedule: Schedule, lowered: bool
-) -> tuple[fx.Graph, _Saved]:
+def _backward(program: _Program, schedule: Schedule, lowered: bool) -> tuple[fx.Graph, _Saved]:
     fetched: dict[fx.Node, fx.Node] = {}
 
     def fetch(node: fx.Node) -> fx.Node:
@@ -375,20 +412,29 @@ def _backward(
     for node in program.placeholders:
         if _torch.is_tangent(node) or _torch.is_backward_seed(node):
             writer.read(node)
-    for name in schedule.backward:
-        op = program.graph.op(name)
-        if Trait.CALLER not in op.traits:
-            writer.run(name, again=op.phase is Phase.FORWARD)
+    _run(writer, schedule.backward)
     outputs = [_read_output(writer, x) for x in program.outputs[program.num_fwd_outputs :]]
     saved = _sorted(program, [n for n in fetched if n in program.of_forward], writer.states)
     for node in saved.symbols:
         writer.read(node)  # also those that only name a size of another saved value
     graph = writer.finish(outputs, program.descriptions[program.num_fwd_outputs :])
     _order(graph, _inputs(program, saved, fetched, writer))
+    _mark_as_backward(graph)
+    return graph, saved
+
+
+def _run(writer: _Writer, names: Sequence[str]) -> None:
+    """Runs the ops of a backward part, those of the forward again."""
+    for name in names:
+        op = writer.program.graph.op(name)
+        if Trait.CALLER not in op.traits:
+            writer.run(name, again=op.phase is Phase.FORWARD)
+
+
+def _mark_as_backward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op in ("call_function", "get_attr"):
             node.meta["autograd_backward"] = True
-    return graph, saved
 
 
 def _read_output(writer: _Writer, output: Any) -> Any:

@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from fxrecals import _torch, rewrite, schedule
+from fxrecals import _torch, schedule
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
+from fxrecals.rewrite import compilers, split
 from fxrecals.schedule import Schedule
 
 Scheduler = Callable[[Graph], Schedule]
@@ -41,7 +42,7 @@ def record(
     loss: Callable[[Any], Tensor] | None = None,
     steps: int = 2,
 ) -> Record:
-    """Runs training steps of `call` from one seed. Two, since the second sees what the first left."""
+    """Runs training steps of `call` from one seed: two, as the second sees what the first left."""
     torch.manual_seed(0)
     leaves = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
     out: Any = None
@@ -161,7 +162,7 @@ class ByHand:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         compile_ = _torch.aot_autograd(
-            partition_fn=self._partition, keep_inference_input_mutations=True, **rewrite.compilers()
+            partition_fn=self._partition, keep_inference_input_mutations=True, **compilers()
         )
         return compile_(gm, example_inputs)
 
@@ -172,9 +173,7 @@ class ByHand:
         graph = read(joint, num_fwd_outputs)
         plan = self.scheduler(graph)
         schedule.verify(graph, plan)
-        halves = rewrite.split(
-            joint, graph, plan, num_fwd_outputs=num_fwd_outputs, mutated_inputs=mutated
-        )
+        halves = split(joint, graph, plan, num_fwd_outputs=num_fwd_outputs, mutated_inputs=mutated)
         self.splits.append(Split(joint, graph, plan, *halves, num_fwd_outputs))
         return halves
 
@@ -239,7 +238,8 @@ def _op(node: fx.Node, forward: set[fx.Node], values: dict[str, Value]) -> Op:
     inputs = tuple(n.name for n in node.all_input_nodes if n.name in values)
     if any(values[n].storage == values[m.name].storage for n in inputs for m in made):
         traits.add(Trait.VIEW)
-    return Op(node.name, str(node.target), inputs, tuple(names), phase, 1.0, traits=frozenset(traits))
+    made_names, target = tuple(names), str(node.target)
+    return Op(node.name, target, inputs, made_names, phase, 1.0, traits=frozenset(traits))
 
 
 def _taken(node: fx.Node) -> list[fx.Node]:
@@ -289,7 +289,7 @@ def _allocations(prof: profile) -> list[tuple[int, int, int]]:
     while stack:
         event = stack.pop()
         stack.extend(event.children)
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            fields = event.extra_fields
+        if event.name == "[memory]":
+            fields: Any = event.extra_fields
             found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     return sorted(found, key=lambda event: event[0])

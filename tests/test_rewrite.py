@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxrecals import rewrite, schedule
+from fxrecals import schedule
 from fxrecals.ir import Phase
+from fxrecals.rewrite import split as split_joint
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from tests import helpers
@@ -271,6 +272,12 @@ def test_a_copy_is_kept_of_what_the_forward_updates() -> None:
     assert copied in [n.name for n in split.forward.graph.nodes]
 
 
+@pytest.mark.parametrize("scheduler", [Schedule.keeping_everything, helpers.just_in_time])
+def test_no_copy_is_kept_of_statistics_that_are_only_updated(scheduler: Scheduler) -> None:
+    split = compiled("batch norm", scheduler)
+    assert not [n for n in split.forward.graph.nodes if n.name.endswith("_before")]
+
+
 def test_no_copy_is_kept_where_the_backward_reads_nothing_that_changes() -> None:
     split = compiled("a buffer read, then updated", Schedule.keeping_everything)
     assert not [n for n in split.forward.graph.nodes if n.name.endswith("_before")]
@@ -320,7 +327,7 @@ def test_a_schedule_of_another_graph_is_refused() -> None:
         tuple(op for op in split.graph.ops if op is not stray), split.graph.values, ()
     )
     with pytest.raises(ValueError, match="before it is made"):
-        rewrite.split(
+        split_joint(
             split.joint,
             graph,
             Schedule.keeping_everything(graph),
