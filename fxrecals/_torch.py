@@ -6,7 +6,8 @@ name fails there, by name.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -320,45 +321,43 @@ def updated_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int, ..
 # --- measuring (torch 2.13) --------------------------------------------------------------------
 
 
+Event = tuple[int, int]
+"""An allocator event: address, bytes; bytes are negative for a free."""
+
+
 @contextmanager
-def allocations_recorded() -> Iterator[Callable[[str], dict[str, int]]]:
-    """Records the allocator's events on the CPU; afterwards, peaks by name of marked span.
+def allocations_recorded() -> Iterator[Callable[[str], dict[str, list[Event]]]]:
+    """Records the allocator's events on the CPU; afterwards, the events of each marked span.
 
     The yielded function takes a prefix of names of `record_function` spans, and gives for each
-    the largest total that was allocated within it. Kineto's event tree, read in torch 2.13,
-    `autograd/profiler.py`.
+    span the events within it, in order of time, also those of other threads. Kineto's event tree,
+    read in torch 2.13, `autograd/profiler.py`.
     """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        yield lambda prefix: _span_peaks(prof, prefix)
+        yield lambda prefix: _span_events(prof, prefix)
 
 
-def _span_peaks(prof: Any, prefix: str) -> dict[str, int]:
+def _span_events(prof: Any, prefix: str) -> dict[str, list[Event]]:
     spans: list[tuple[int, int, str]] = []
-    events: list[tuple[int, int]] = []
+    events: list[tuple[int, int, int]] = []
     stack = list(prof.profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if event.tag == torch._C._profiler._EventType.Allocation:
             if event.extra_fields.device.type == "cpu":
-                events.append((event.start_time_ns, event.extra_fields.alloc_size))
+                fields = event.extra_fields
+                events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
         elif event.name.startswith(prefix):
             spans.append((event.start_time_ns, event.end_time_ns, event.name))
     events.sort(key=lambda e: e[0])
-    return {name: _peak(events, start, end) for start, end, name in spans}
-
-
-def _peak(events: Sequence[tuple[int, int]], start: int, end: int) -> int:
-    live = peak = 0
-    first = bisect_left(events, start, key=lambda e: e[0])
-    for when, size in events[first:]:
-        if when > end:
-            break
-        live += size
-        peak = max(peak, live)
-    return peak
+    times = [when for when, _, _ in events]
+    return {
+        name: [e[1:] for e in events[bisect_left(times, start) : bisect_right(times, end)]]
+        for start, end, name in spans
+    }
 
 
 def cpu_capability() -> str:
@@ -462,3 +461,59 @@ def fake_mode() -> Any:
 def original(model: Any) -> Any:
     """The module that `torch.compile` wrapped; any other model as it is (torch 2.13)."""
     return getattr(model, "_orig_mod", model)
+
+
+def outside_tracing() -> Any:
+    """A context in which ops run for real, although a graph is being traced around it.
+
+    torch.utils._python_dispatch._disable_current_modes, read in 2.13.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def depends_on_data(error: BaseException) -> bool:
+    """Whether tracing failed because Python asked for the value of a fake tensor.
+
+    Read in torch 2.13, `_subclasses/fake_tensor.py` and `fx/experimental/symbolic_shapes.py`.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    )
+    return any(isinstance(e, kinds) for e in _chain(error))
+
+
+def root_reason(error: BaseException) -> str:
+    """The first line of what went wrong first, without the layers that Dynamo wraps around it."""
+    root = list(_chain(error))[-1]
+    return f"{type(root).__name__}: {str(root).strip().partition(chr(10))[0]}"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and the errors that it was raised from or while handling."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        inner = found.__dict__.get("inner_exception")  # BackendCompilerFailed, torch 2.13
+        found = found.__cause__ or inner or found.__context__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps torch from logging what is raised as an error as well (torch 2.13)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -180,7 +180,7 @@ def read(
     forward = _forward(program, traits, num_fwd_outputs)
     order = _order(program, traits, forward)
     gradients = _gradient_storages(program, descs, num_fwd_outputs, parameter_inputs)
-    prices = cost.price([_call(node, program, traits[node]) for node in order])
+    prices = cost.price([_call(node, program, traits[node], gradients) for node in order])
     ops = _ops(program, order, forward, traits, prices)
     tangents = [n for n in program.placeholders if _torch.is_tangent(n)]
     first = sum(op.phase is Phase.FORWARD for op in ops)
@@ -541,7 +541,9 @@ def _gradient_storages(
     return frozenset(found)
 
 
-def _call(node: fx.Node, program: _Program, traits: frozenset[Trait]) -> Call:
+def _call(
+    node: fx.Node, program: _Program, traits: frozenset[Trait], gradients: Collection[str]
+) -> Call:
     def value(n: fx.Node) -> Any:
         slots = program.slots[n]
         return n.meta["val"] if "val" in n.meta else (slots[0].val if slots else None)
@@ -551,6 +553,7 @@ def _call(node: fx.Node, program: _Program, traits: frozenset[Trait]) -> Call:
         fx.map_arg(node.args, value),  # type: ignore[arg-type]
         fx.map_arg(node.kwargs, value),  # type: ignore[arg-type]
         node.meta.get("val"),
+        frozenset(i for i, key in enumerate(program.keys(node)) if key in gradients),
         is_view=Trait.VIEW in traits,
         is_random=Trait.RANDOM in traits,
         is_known=_is_known(node),
@@ -1037,7 +1040,7 @@ def capture(
     target = _meta_device(example, device)
     twin, args, kwargs = _fake_twins(mode, model, example, target)
     recorder = _Recorder(_outside(twin, (args, kwargs)))
-    with _undisturbed(), mode:
+    with _undisturbed(), _torch.quiet(), mode:
         out = _run(recorder, twin, args, kwargs, model, example)
     return recorder.captured(out)
 
@@ -1147,12 +1150,22 @@ def _run(
     try:
         return compiled(*args, **kwargs)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise CaptureError(
             f"{type(model).__name__} cannot be traced with example={_described(example)}: "
-            f"{type(error).__name__}: {reason}; what works: an example with which "
-            "the model runs, as a tensor, a tuple of arguments or a dict of keyword arguments"
+            f"{_torch.root_reason(error)}; what works: {_remedy(error)}"
         ) from error
+
+
+def _remedy(error: Exception) -> str:
+    if _torch.depends_on_data(error):
+        return (
+            "a model whose Python does not branch on values of tensors, or fxrecals.compile, "
+            "which plans each graph when the step reaches it"
+        )
+    return (
+        "an example with which the model runs, as a tensor, a tuple of arguments or a dict of "
+        "keyword arguments"
+    )
 
 
 def _described(example: Any) -> str:

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxrecals import _torch
+from fxrecals.errors import OptionError
 
 LARGEST_BYTES = 2 * 10**9
 """Ops whose inputs take more than this are not run to be measured."""
@@ -60,6 +61,7 @@ class Call:
         args: positional arguments.
         kwargs: keyword arguments.
         result: what it returns, as it returns it.
+        gradients: places among the tensors returned of those that are parameters' gradients.
         is_view: it only makes views.
         is_random: it draws random numbers.
         is_known: it is known to have no side effect, so that it may run to be measured.
@@ -69,6 +71,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     result: Any
+    gradients: frozenset[int] = frozenset()
     is_view: bool = False
     is_random: bool = False
     is_known: bool = True
@@ -429,6 +432,7 @@ def signature(call: Call) -> str:
         str(call.target),
         [_sign(x) for x in call.args],
         sorted((k, _sign(v)) for k, v in call.kwargs.items()),
+        sorted(call.gradients),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
@@ -465,40 +469,61 @@ def _input_bytes(call: Call) -> int:
 
 
 def _cpu_scratch(calls: Mapping[str, Call]) -> dict[str, int]:
-    marks: dict[str, int] = {}
+    made: dict[str, _Made] = {}
     with _torch.allocations_recorded() as recorded:
-        for index, (key, call) in enumerate(calls.items()):
-            fresh = _run_marked(call, f"fxrecals {index}")
-            if fresh is not None:
-                marks[key] = fresh
-    peaks = recorded("fxrecals ")
-    order = {key: index for index, key in enumerate(calls)}
-    return {
-        key: max(0, peaks.get(f"fxrecals {order[key]}", 0) - marks[key]) if key in marks else 0
-        for key in calls
-    }
+        for key, call in calls.items():
+            found = _run_marked(call, f"fxrecals {key}")
+            if found is not None:
+                made[key] = found
+    events = recorded("fxrecals ")
+    return {key: _scratch_of(events.get(f"fxrecals {key}", []), made.get(key)) for key in calls}
 
 
-def _run_marked(call: Call, mark: str) -> int | None:
-    """Runs a call under a name; bytes of the storages that it made, None if it did not run."""
+@dataclass(frozen=True)
+class _Made:
+    """The new storages among the outputs of one run, bytes by address; gradients apart."""
+
+    charged: Mapping[int, int]
+    gradients: Mapping[int, int]
+
+
+def _scratch_of(events: Sequence[_torch.Event], made: _Made | None) -> int:
+    """The largest live total within one run, less the outputs.
+
+    Gradients of parameters are charged apart, so a moment counts without them: an op may free
+    its scratch before it allocates a gradient.
+    """
+    if made is None:
+        return 0
+    last = {address: i for i, (address, size) in enumerate(events) if size > 0}
+    live = peak = 0
+    for index, (address, size) in enumerate(events):
+        if not (address in made.gradients and last[address] == index):
+            live += size
+            peak = max(peak, live)
+    return max(0, peak - sum(made.charged.values()))
+
+
+def _run_marked(call: Call, mark: str) -> _Made | None:
+    """Runs a call under a name; the storages that it made, None if it did not run."""
     try:
         args, kwargs = realize((call.args, dict(call.kwargs)))
         with torch.profiler.record_function(mark):
             out = call.target(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
-    return _fresh_bytes(out, (args, kwargs))
+    old = {t.untyped_storage().data_ptr() for t in _leaves((args, kwargs)) if _is_tensor(t)}
+    fresh = [t.untyped_storage() for t in _leaves(out) if _is_tensor(t)]
+    sizes = [(i, s.data_ptr(), s.nbytes()) for i, s in enumerate(fresh)]
+    new = [entry for entry in sizes if entry[1] not in old]
+    return _Made(
+        {address: nbytes for i, address, nbytes in new if i not in call.gradients},
+        {address: nbytes for i, address, nbytes in new if i in call.gradients},
+    )
 
 
-def _fresh_bytes(out: Any, inputs: Any) -> int:
-    """Bytes of the distinct storages among the outputs that are not inputs'."""
-    old = {t.untyped_storage().data_ptr() for t in _leaves(inputs) if isinstance(t, Tensor)}
-    new = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in _leaves(out)
-        if isinstance(t, Tensor)
-    }
-    return sum(nbytes for address, nbytes in new.items() if address not in old)
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 def _device_scratch(call: Call) -> int:
@@ -637,3 +662,42 @@ def _store(path: Path, data: Mapping[str, Any]) -> None:
         os.replace(file.name, path)
     except OSError:
         return
+
+
+# --- what callers ask for by name ---------------------------------------------------------------
+
+NAMES = ("roofline", "measured")
+
+
+def named(cost: str | Cost) -> Cost:
+    """The cost model of a name, or the one that was given.
+
+    Raises:
+        OptionError: neither a known name nor an object with a ``price`` method.
+
+    >>> type(named("roofline")).__name__
+    'Roofline'
+    """
+    if cost == "roofline":
+        return Roofline()
+    if cost == "measured":
+        return Measured()
+    if isinstance(cost, str) or not hasattr(cost, "price"):
+        expected = " or ".join(map(repr, NAMES)) + ", or an object with a price() method"
+        raise OptionError("cost", cost, expected)
+    return cost
+
+
+def free_bytes(device: str) -> int:
+    """Memory that can still be allocated on a device.
+
+    Raises:
+        OptionError: the device is not here, or does not tell.
+    """
+    here = torch.device(device)
+    if here.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if here.type == "cuda" and is_there(here):
+        free, _ = torch.cuda.mem_get_info(here)
+        return free + torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
+    raise OptionError("limit", "auto", f"a limit in bytes: {device} does not tell its free memory")
