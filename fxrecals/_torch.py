@@ -441,9 +441,10 @@ def fake(mode: Any, tensor: Tensor, device: torch.device | None) -> Tensor:
     if device is None:
         found = mode.from_tensor(tensor, static_shapes=True)
     else:
-        made = torch.empty_strided(
-            tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device
-        )
+        with mode:
+            made = torch.empty_strided(
+                tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device
+            )
         found = made.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter) and not isinstance(found, torch.nn.Parameter):
         found = torch.nn.Parameter(found, requires_grad=tensor.requires_grad)

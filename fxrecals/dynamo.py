@@ -301,13 +301,14 @@ class Backend:
             num_fwd_outputs: how many of its outputs the forward returns.
             parameters: indices of the placeholders that outlive the step.
         """
-        graph = self._reader(
-            joint,
-            num_fwd_outputs=num_fwd_outputs,
-            parameter_inputs=tuple(parameters),
-            mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
-            cost=self.settings.cost if self.settings.limit is not None else Free(),
-        )
+        with _torch.outside_tracing():  # ops may be run to be priced
+            graph = self._reader(
+                joint,
+                num_fwd_outputs=num_fwd_outputs,
+                parameter_inputs=tuple(parameters),
+                mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
+                cost=self.settings.cost if self.settings.limit is not None else Free(),
+            )
         return _with_seeds_kept(joint, graph) if self.settings.inner == "inductor" else graph
 
     def remember(self, planned: Any) -> None:
