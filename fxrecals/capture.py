@@ -38,7 +38,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrecals import _torch
-from fxrecals.cost import Call, Cost, Free, OpCost
+from fxrecals.cost import Call, Cost, Free, OpCost, generators_kept, is_there
 from fxrecals.errors import CaptureError
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
 
@@ -61,12 +61,14 @@ class Joint:
         num_fwd_outputs: how many of its outputs the forward returns; the rest are gradients.
         parameter_inputs: indices of the placeholders that are parameters or buffers.
         mutated_inputs: indices of the placeholders that the forward updates.
+        stands_for: the device that its CPU tensors stand for, "" for the CPU.
     """
 
     module: fx.GraphModule
     num_fwd_outputs: int
     parameter_inputs: tuple[int, ...]
     mutated_inputs: tuple[int, ...] = ()
+    stands_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class _Program:
         slots: outputs of every node; those of a getitem are slots of its source.
         storages: name of the storage of each slot, by its name.
         outputs: the graph's outputs, flat; None where there is no gradient.
+        stands_for: the device that it would run on, where that is not there; "" for its own.
     """
 
     placeholders: tuple[fx.Node, ...]
@@ -134,6 +137,7 @@ class _Program:
     slots: Mapping[fx.Node, Sequence[_Slot]]
     storages: Mapping[str, str]
     outputs: tuple[Any, ...]
+    stands_for: str = ""
 
     def names(self, node: fx.Node) -> tuple[str, ...]:
         return tuple(slot.name for slot in self.slots[node])
@@ -149,6 +153,9 @@ class _Program:
     def inputs(self, node: fx.Node) -> tuple[str, ...]:
         return tuple(dict.fromkeys(x for n in node.all_input_nodes for x in self.names(n)))
 
+    def device(self, tensor: Tensor) -> str:
+        return self.stands_for or str(tensor.device)
+
 
 def read(
     joint: fx.GraphModule,
@@ -157,6 +164,7 @@ def read(
     parameter_inputs: Collection[int],
     mutated_inputs: Collection[int] = (),
     cost: Cost,
+    stands_for: str = "",
 ) -> Graph:
     """A joint graph, as ``partition_fn`` gets it, as an `ir.Graph`. Linear in its nodes.
 
@@ -168,12 +176,13 @@ def read(
         mutated_inputs: indices of placeholders that the caller updates after the forward, beside
             those that the graph itself says are updated.
         cost: what an op costs.
+        stands_for: the device that the traced tensors stand for, where it is not there.
 
     Returns:
         A graph that `ir.verify` accepts. Ops are named after their nodes; an output that a
         getitem takes is named after the getitem.
     """
-    program = _program(joint)
+    program = _program(joint, stands_for)
     descs = _torch.output_descs(joint)
     updated = _updated_storages(program, descs, num_fwd_outputs, mutated_inputs)
     traits = _traits(program, updated, descs, num_fwd_outputs)
@@ -198,7 +207,7 @@ def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
     return [name for group in groups for name in group]
 
 
-def _program(joint: fx.GraphModule) -> _Program:
+def _program(joint: fx.GraphModule, stands_for: str = "") -> _Program:
     nodes = list(joint.graph.nodes)
     slots: dict[fx.Node, list[_Slot]] = {}
     for node in nodes:
@@ -215,7 +224,7 @@ def _program(joint: fx.GraphModule) -> _Program:
         and not _is_item(n, slots)
     )
     placeholders = tuple(n for n in nodes if n.op == "placeholder")
-    return _Program(placeholders, calls, slots, _storages(nodes, slots), outputs)
+    return _Program(placeholders, calls, slots, _storages(nodes, slots), outputs, stands_for)
 
 
 def _slots(joint: fx.GraphModule, node: fx.Node, slots: Mapping[fx.Node, list[_Slot]]) -> list[_Slot]:
@@ -395,8 +404,8 @@ def _can_be_replayed(program: _Program, node: fx.Node) -> bool:
 
 def _device(program: _Program, node: fx.Node) -> str:
     """Type of the device on which an op runs."""
-    for slot in _tensors(program, node):
-        return slot.device.type
+    for tensor in _tensors(program, node):
+        return program.device(tensor).partition(":")[0]
     return "cpu"
 
 
@@ -433,12 +442,23 @@ def _written(program: _Program, node: fx.Node) -> Iterator[str]:
 
 def _escaping(program: _Program, descs: Sequence[Any], num_fwd_outputs: int) -> frozenset[str]:
     """Values that reach more than an update of an input: an output, or an op that is no copy."""
-    found = {name for n in program.calls if not _mutates(n) for name in program.inputs(n)}
+    found = {name for n in program.calls if not _mutates(n) for name in _heeded(program, n)}
     for index, node in enumerate(program.outputs):
         is_update = index < num_fwd_outputs and _torch.mutated_by(descs[index]) is not None
         if isinstance(node, fx.Node) and not is_update:
             found.update(program.names(node))
     return frozenset(found)
+
+
+def _heeded(program: _Program, node: fx.Node) -> Iterator[str]:
+    """Inputs that an op's outputs depend on: in training, no running statistics."""
+    ignored: list[Any] = []
+    if str(node.target).startswith("aten.native_batch_norm_backward"):
+        if _argument(node, "train") is True:
+            ignored = [_argument(node, "running_mean"), _argument(node, "running_var")]
+    for source in node.all_input_nodes:
+        if source not in ignored:
+            yield from program.names(source)
 
 
 def _only_statistics_are_stale(
@@ -557,6 +577,7 @@ def _call(
         is_view=Trait.VIEW in traits,
         is_random=Trait.RANDOM in traits,
         is_known=_is_known(node),
+        stands_for=program.stands_for,
     )
 
 
@@ -659,8 +680,8 @@ def _values(program: _Program, ops: Sequence[Op], gradients: Collection[str]) ->
         storage = program.storages[name]
         kind = kinds.setdefault(storage, kind)
         if isinstance(slot.val, Tensor):
-            device = str(slot.val.device)
-            found[name] = Value(name, _torch.storage_bytes(slot.val), storage, kind, device)
+            nbytes, device = _torch.storage_bytes(slot.val), program.device(slot.val)
+            found[name] = Value(name, nbytes, storage, kind, device)
         else:
             found[name] = Value(name, 0, storage, kind)
 
@@ -670,7 +691,7 @@ def _values(program: _Program, ops: Sequence[Op], gradients: Collection[str]) ->
     for op in ops:
         for name in op.outputs:
             if name not in slots:
-                found[name] = _rng_state(name, op, slots)
+                found[name] = _rng_state(name, op, slots, program)
             elif Trait.CALLER in op.traits:
                 add(name, Kind.TANGENT)
             elif op.phase is Phase.FORWARD:
@@ -684,9 +705,10 @@ def _backward_kind(storage: str, gradients: Collection[str]) -> Kind:
     return Kind.GRADIENT if storage in gradients else Kind.BACKWARD
 
 
-def _rng_state(name: str, op: Op, slots: Mapping[str, _Slot]) -> Value:
+def _rng_state(name: str, op: Op, slots: Mapping[str, _Slot], program: _Program) -> Value:
     vals = (slots[n].val for n in (*op.outputs[:-1], *op.inputs) if n in slots)
-    kind = next((v.device.type for v in vals if isinstance(v, Tensor)), "cpu")
+    device = next((program.device(v) for v in vals if isinstance(v, Tensor)), "cpu")
+    kind = device.partition(":")[0]
     return Value(name, STATE_BYTES.get(kind, 0), name, Kind.RNG_STATE)
 
 
@@ -823,6 +845,7 @@ def _read_joint(joint: Joint, parameters: Collection[int], cost: Cost) -> Graph:
         parameter_inputs=parameters,
         mutated_inputs=joint.mutated_inputs,
         cost=cost,
+        stands_for=joint.stands_for,
     )
 
 
@@ -1017,7 +1040,8 @@ def capture(
         example: what it is called with: a tensor, a tuple or list of positional arguments, or a
             dict of keyword arguments.
         device: where parameters on ``meta`` would be, and the example with them; by default
-            where the example is, or the CPU. Parameters elsewhere stay.
+            where the example is, or the CPU. Parameters elsewhere stay. A device that is not
+            there is traced on the CPU, with the CPU's choice of kernels, and written as itself.
 
     Returns:
         The joint graphs, in order of execution, and why there is more than one.
@@ -1038,8 +1062,10 @@ def capture(
     _check_gradients(model, example)
     mode = _torch.fake_mode()
     target = _meta_device(example, device)
-    twin, args, kwargs = _fake_twins(mode, model, example, target)
-    recorder = _Recorder(_outside(twin, (args, kwargs)))
+    absent = "" if is_there(target) else str(target)
+    stand_in = torch.device("cpu") if absent else target
+    twin, args, kwargs = _fake_twins(mode, model, example, stand_in)
+    recorder = _Recorder(_outside(twin, (args, kwargs)), absent)
     with _undisturbed(), _torch.quiet(), mode:
         out = _run(recorder, twin, args, kwargs, model, example)
     return recorder.captured(out)
@@ -1074,10 +1100,9 @@ def _fake_twins(
     """A copy of the model and the arguments, with fake tensors in place of all their own."""
     moved = any(p.device.type == "meta" for p in [*model.parameters(), *model.buffers()])
     memo: dict[int, Any] = {}
-    with mode:  # devices of fakes are made under it
-        for tensor in _tensors_of(model):
-            if id(tensor) not in memo:
-                memo[id(tensor)] = _fake(mode, tensor, target)
+    for tensor in _tensors_of(model):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _fake(mode, tensor, target)
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:
@@ -1128,9 +1153,8 @@ def _outside(model: nn.Module, arguments: Any) -> dict[int, int]:
 def _undisturbed() -> Iterator[None]:
     """Gradients on; random generators of torch and Python are put back."""
     state = random.getstate()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        with generators_kept(), torch.inference_mode(False), torch.enable_grad():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
@@ -1191,8 +1215,9 @@ class _Executed:
 class _Recorder:
     """A Dynamo backend that keeps joint graphs, and notes which values pass between them."""
 
-    def __init__(self, outside: dict[int, int]) -> None:
+    def __init__(self, outside: dict[int, int], stands_for: str) -> None:
         self.outside = outside
+        self.stands_for = stands_for
         self.joints: list[Joint] = []
         self.executed: list[_Executed] = []
         self.breaks: list[str] = []
@@ -1219,7 +1244,7 @@ class _Recorder:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         static = tuple(options.get("static_lifetime_input_indices") or ())
         kept = _torch.copy_graph(joint)
-        self._pending = Joint(kept, num_fwd_outputs, static)
+        self._pending = Joint(kept, num_fwd_outputs, static, stands_for=self.stands_for)
         return _torch.default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
     def _compile_forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

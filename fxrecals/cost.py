@@ -65,6 +65,7 @@ class Call:
         is_view: it only makes views.
         is_random: it draws random numbers.
         is_known: it is known to have no side effect, so that it may run to be measured.
+        stands_for: the device that it would run on, where that is not there; "" for its own.
     """
 
     target: Any
@@ -75,6 +76,7 @@ class Call:
     is_view: bool = False
     is_random: bool = False
     is_known: bool = True
+    stands_for: str = ""
 
     @property
     def packet(self) -> Any:
@@ -94,6 +96,8 @@ class Call:
     @property
     def device(self) -> torch.device:
         """Where it runs."""
+        if self.stands_for:
+            return torch.device(self.stands_for)
         return next((t.device for t in (*self.made, *self.inputs)), torch.device("cpu"))
 
 
