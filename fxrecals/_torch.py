@@ -6,6 +6,7 @@ name fails there, by name.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -340,13 +341,15 @@ def allocations_recorded() -> Iterator[Callable[[str], dict[str, list[Event]]]]:
 
 
 def _span_events(prof: Any, prefix: str) -> dict[str, list[Event]]:
+    from torch._C._profiler import _EventType
+
     spans: list[tuple[int, int, str]] = []
     events: list[tuple[int, int, int]] = []
     stack = list(prof.profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
-        if event.tag == torch._C._profiler._EventType.Allocation:
+        if event.tag == _EventType.Allocation:
             if event.extra_fields.device.type == "cpu":
                 fields = event.extra_fields
                 events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
@@ -367,7 +370,9 @@ def cpu_capability() -> str:
 
 def is_profiling() -> bool:
     """Whether a profiler is running: a second one cannot be started (torch 2.13)."""
-    return torch.autograd._profiler_enabled()
+    from torch._C._autograd import _profiler_enabled
+
+    return _profiler_enabled()
 
 
 def draws_seed(target: Any) -> bool:
@@ -396,20 +401,26 @@ def break_reason(gm: fx.GraphModule) -> str:
 def compile_apart(model: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` that neither counts against the user's recompile limit nor reuses graphs.
 
+    After 256 of these on one class, torch's cap on all compilations of a code object
+    (`accumulated_recompile_limit`) stops further ones that are not made here.
+
     `isolate_recompiles` came after torch 2.11 (read in 2.13, `__init__.py`); without it, and for
     the cap on all compilations of a code object, the limits are lifted while it runs.
     """
     import torch._dynamo
 
-    compiled: Callable[..., Any]
-    try:
-        compiled = torch.compile(model, backend=backend, dynamic=False, isolate_recompiles=True)
-    except TypeError:
-        compiled = torch.compile(model, backend=backend, dynamic=False)
+    options: dict[str, Any] = {"backend": backend, "dynamic": False}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(model, **options)
+    settings: dict[str, Any] = {
+        "suppress_errors": False,
+        "recompile_limit": 1 << 20,
+        "accumulated_recompile_limit": 1 << 20,
+    }
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
-        with torch._dynamo.config.patch(suppress_errors=False, **limits):
+        with torch._dynamo.config.patch(settings):
             return compiled(*args, **kwargs)
 
     return run
@@ -479,8 +490,10 @@ def depends_on_data(error: BaseException) -> bool:
 
     Read in torch 2.13, `_subclasses/fake_tensor.py` and `fx/experimental/symbolic_shapes.py`.
     """
-    from torch._subclasses.fake_tensor import DataDependentOutputException
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     kinds = (

@@ -4,6 +4,7 @@
 is allocated, and the parameters may be on `meta`. `read` turns a joint graph, as a
 ``partition_fn`` gets it, into an `ir.Graph`; `step` joins the graphs of a model that breaks.
 
+    >>> from fxrecals.cost import Free
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
     >>> graph = step(capture(model, torch.randn(2, 4)), Free())
     >>> [(op.name, op.where.module) for op in graph.forward if not op.is_view]
@@ -38,7 +39,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrecals import _torch
-from fxrecals.cost import Call, Cost, Free, OpCost, generators_kept, is_there
+from fxrecals.cost import Call, Cost, OpCost, generators_kept, is_there
 from fxrecals.errors import CaptureError
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
 
@@ -220,14 +221,17 @@ def _program(joint: fx.GraphModule, stands_for: str = "") -> _Program:
     calls = tuple(
         n
         for n in nodes
-        if n in alive and n.op not in ("placeholder", "get_attr", "output")
+        if n in alive
+        and n.op not in ("placeholder", "get_attr", "output")
         and not _is_item(n, slots)
     )
     placeholders = tuple(n for n in nodes if n.op == "placeholder")
     return _Program(placeholders, calls, slots, _storages(nodes, slots), outputs, stands_for)
 
 
-def _slots(joint: fx.GraphModule, node: fx.Node, slots: Mapping[fx.Node, list[_Slot]]) -> list[_Slot]:
+def _slots(
+    joint: fx.GraphModule, node: fx.Node, slots: Mapping[fx.Node, list[_Slot]]
+) -> list[_Slot]:
     if node.op == "output":
         return []
     if _is_item(node, slots):
@@ -1016,9 +1020,7 @@ def _merged(
 def _held(parts: Sequence[_Part]) -> tuple[str, ...]:
     """What someone holds to the end: results, the first graph's tangents, gradients."""
     results = [p.outputs[k] for p in parts for k in p.run.results if k < len(p.outputs)]
-    passed = {
-        part.gradients[i] for part in parts for i in part.run.sources if i in part.gradients
-    }
+    passed = {part.gradients[i] for part in parts for i in part.run.sources if i in part.gradients}
     grads = [g for p in parts for g in p.gradients.values() if g not in p.extra]
     names = [*results, *parts[0].tangents, *(g for g in grads if g not in passed)]
     return tuple(dict.fromkeys(name for name in names if name is not None))
@@ -1188,7 +1190,8 @@ def _remedy(error: Exception) -> str:
         )
     return (
         "an example with which the model runs, as a tensor, a tuple of arguments or a dict of "
-        "keyword arguments"
+        "keyword arguments; if it does run, torch.compile cannot trace it: fxrecals.recals needs "
+        "no graph"
     )
 
 

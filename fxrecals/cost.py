@@ -23,7 +23,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +31,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxrecals import _torch
 from fxrecals.errors import OptionError
@@ -332,7 +331,7 @@ def _peak(call: Call, figures: Figures) -> float:
     return (figures.attention if "attention" in name else figures.matmul) * gain
 
 
-_COSTLY = ("gelu", "exp", "tanh", "erf", "sigmoid", "silu", "log", "pow", "sin", "cos", "mish", "elu")
+_COSTLY = ("gelu", "exp", "tanh", "erf", "sigmoid", "silu", "log", "pow", "sin", "cos", "mish")
 _NORMS = ("softmax", "norm", "var", "std", "logsumexp", "cumsum", "sort", "topk")
 
 
