@@ -675,7 +675,7 @@ def _values(program: _Program, ops: Sequence[Op], gradients: Collection[str]) ->
     inputs = [s.name for n in program.placeholders for s in program.slots[n]]
     inputs += sorted(read - made - set(inputs))  # constants that the trace met
     returned = [x for n in program.outputs if isinstance(n, fx.Node) for x in program.names(n)]
-    inputs += [x for x in dict.fromkeys(returned) if x not in made and x not in inputs]
+    inputs = list(dict.fromkeys([*inputs, *(x for x in returned if x not in made)]))
     kinds: dict[str, Kind] = {}  # of a storage: decided by the first value that lives in it
     found: dict[str, Value] = {}
 
@@ -1004,7 +1004,7 @@ def _merged(
     }
     order = [name for name in values if values[name].kind is Kind.PRIMAL]
     order = [name for name in order if name not in inputs_made]
-    order += [o for op in ops for o in op.outputs if o not in order]
+    order += [o for op in ops for o in op.outputs]
     found: dict[str, Value] = {}
     for name in dict.fromkeys(order):
         value = values[name]
