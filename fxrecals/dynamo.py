@@ -23,10 +23,12 @@ from typing import Any, Literal, Protocol
 from torch import fx
 
 from fxrecals import _torch
+from fxrecals.capture import read as read_joint
 from fxrecals.cost import Cost, Free, named
 from fxrecals.errors import InfeasibleLimitError, OptionError
+from fxrecals.halves import compilers, split
 from fxrecals.ir import Graph, Trait
-from fxrecals.rewrite import compilers, split
+from fxrecals.planning import solve_within
 from fxrecals.schedule import Schedule
 from fxrecals.solve import SOLVERS
 from fxrecals.timeline import simulate
@@ -82,7 +84,7 @@ def backend(
             Inductor's speed.
         cost: ``"roofline"``, ``"measured"`` or a `fxrecals.cost.Cost`: how long an op takes.
         solver: how the schedule is found; see `fxrecals.solve`.
-        planner: instead of `fxrecals.api.solve_within`.
+        planner: instead of `fxrecals.planning.solve_within`.
         reader: instead of `fxrecals.capture.read`.
 
     Raises:
@@ -101,7 +103,7 @@ def backend(
         raise OptionError("solver", solver, _one_of(SOLVERS))
     read = None if limit is None else parse_limit(limit)
     settings = _Settings(read, inner, named(cost), solver)
-    return Backend(settings, planner or _solve_within, reader or _read)
+    return Backend(settings, planner or solve_within, reader or read_joint)
 
 
 def named_backend(
@@ -148,18 +150,6 @@ def _shared(options: tuple[tuple[str, Any], ...]) -> Backend:
 
 def _one_of(names: Sequence[str]) -> str:
     return " or ".join(map(repr, names))
-
-
-def _solve_within(graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None) -> Any:
-    from fxrecals.api import solve_within
-
-    return solve_within(graph, limit, solver=solver, allowance_bytes=allowance_bytes)
-
-
-def _read(joint: fx.GraphModule, **known: Any) -> Graph:
-    from fxrecals.capture import read
-
-    return read(joint, **known)
 
 
 # --- what several graphs share -----------------------------------------------------------------

@@ -142,6 +142,11 @@ def verify(graph: Graph, schedule: Schedule) -> None:
         raise ValueError("not a valid schedule:\n" + "\n".join(f"- {line}" for line in wrong))
 
 
+def is_valid(graph: Graph, schedule: Schedule) -> bool:
+    """Whether `verify` would accept `schedule`."""
+    return next(_faults(graph, schedule), None) is None
+
+
 def _faults(graph: Graph, schedule: Schedule) -> Iterator[str]:
     if schedule.forward != tuple(op.name for op in graph.forward):
         yield "the forward part is not the graph's forward"

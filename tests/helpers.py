@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxrecals import _torch, schedule
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
-from fxrecals.rewrite import compilers, split
+from fxrecals.halves import compilers, split
 from fxrecals.schedule import Schedule
 
 Scheduler = Callable[[Graph], Schedule]

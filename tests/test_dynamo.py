@@ -302,8 +302,8 @@ def test_a_share_is_taken_anew_when_a_step_begins() -> None:
 
 def test_equal_options_share_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Asked()
-    monkeypatch.setattr(dynamo, "_solve_within", planner)
-    monkeypatch.setattr(dynamo, "_read", reader)
+    monkeypatch.setattr(dynamo, "solve_within", planner)
+    monkeypatch.setattr(dynamo, "read_joint", reader)
     model, x = net(breaks=1)
     options = {"limit": 123456, "inner": "eager"}
     torch.compile(model, backend=named_backend, options=options)(x).sum().backward()

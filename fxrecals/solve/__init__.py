@@ -1,1 +1,4 @@
 """Solvers: from a graph and a limit to a schedule."""
+
+SOLVERS = ("auto",)
+"""Names that `fxrecals.plan` takes."""

@@ -9,6 +9,7 @@ the same graph and limit give the same schedule on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +40,7 @@ class Point:
 
     @staticmethod
     def of(state: State) -> Point:
+        """What a state amounts to."""
         return Point(state.peak_bytes, state.seconds, state.snapshot())
 
 
@@ -84,9 +86,9 @@ class Frontier:
             return Point.of(State(self.problem))
         if limit < self.floor.peak_bytes:
             return None
-        within = sorted(
-            (p for p in self.points if p.peak_bytes <= limit), key=lambda p: p.seconds
-        )[:SPENT]
+        within = sorted((p for p in self.points if p.peak_bytes <= limit), key=lambda p: p.seconds)[
+            :SPENT
+        ]
         best = min((self._spent(p, limit) for p in within), key=lambda p: p.seconds)
         above = [p for p in self.points if p.peak_bytes > limit][:LOWERED]
         for point in above:
@@ -96,11 +98,26 @@ class Frontier:
                 best = min(best, spent, key=lambda p: p.seconds)
         return best
 
+    def curve(self, limits: Sequence[int]) -> dict[int, Point]:
+        """The cheapest point within each limit, the largest limit first.
+
+        A larger limit never costs more: what a tighter one found, it may take too.
+        """
+        found: dict[int, Point] = {}
+        best: Point | None = None
+        for limit in sorted(limits):
+            point = self.cheapest(limit)
+            if best is None or (point is not None and point.seconds <= best.seconds):
+                best = point
+            if best is not None:
+                found[limit] = best
+        return dict(reversed(found.items()))
+
     def _spent(self, point: Point, limit: int) -> Point:
         found: list[Point] = []
         for worth in refine.WORTHS:
             state = State(self.problem, point.runs)
-            refine.spend(state, limit, worth)
+            refine.spend(state, limit, worth, effort=self.effort // 4)
             found.append(Point.of(state))
         return min(found, key=lambda p: p.seconds)
 

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fxrecals.solve.problem import Problem
 from fxrecals.solve.state import Snapshot, State
 
 Run = tuple[int, int]
@@ -168,6 +167,7 @@ def evictions(state: State, position: int) -> Iterator[Eviction]:
 def next_eviction(
     state: State, storage: int, position: int, start: int, end: int
 ) -> Eviction | None:
+    """The stretch around `position` that could be cut out of the span from `start` to `end`."""
     reads = state.reads(storage)
     index = bisect_left(reads, position)
     if index < len(reads) and reads[index] == position:

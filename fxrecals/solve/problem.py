@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxrecals.ir import Graph, Op, Phase, is_charged
+from fxrecals.ir import Graph, Op, Phase, Trait, is_charged
 from fxrecals.schedule import Schedule
 
 Ints = tuple[int, ...]
@@ -63,6 +63,8 @@ class Problem:
         """Whether `op` may run again at `stage`."""
         if not self.may_run_again[op] or stage < self.forward_count:
             return False
+        if Trait.CALLER in self.ops[stage].traits:
+            return False  # there the caller is in control
         return not any(first < stage <= last for first, last in self.pinned.get(op, ()))
 
     def schedule(self, runs: Mapping[int, Iterable[int]]) -> Schedule:
@@ -192,6 +194,7 @@ class _Emitter:
         self.seen: dict[str, int] = {}  # value -> the copy of its storage that it shows
 
     def run(self, op: Op, again: bool) -> None:
+        """Adds a run, and before it the views that it reads and that show an old copy."""
         for name in op.inputs:
             self.refresh(name)
         self.names.append(op.name)
@@ -202,7 +205,7 @@ class _Emitter:
             self.seen[name] = self.copy.get(self.graph.values[name].storage, 0)
 
     def refresh(self, name: str) -> None:
-        """Makes the view `name` again, and the views that it is made of, if it shows an old copy."""
+        """Makes a view again, and the views that it is made of, if it shows an old copy."""
         pending = [name]
         while pending:
             op = self.graph.producer.get(pending[-1])
@@ -217,6 +220,7 @@ class _Emitter:
             pending.pop()
 
     def run_view(self, op: Op) -> None:
+        """Adds a run of a view."""
         self.names.append(op.name)
         for name in op.outputs:
             self.seen[name] = self.copy.get(self.graph.values[name].storage, 0)
@@ -228,5 +232,3 @@ class _Emitter:
     def _is_stale_view(self, name: str) -> bool:
         op = self.graph.producer.get(name)
         return op is not None and op.is_view and not self._is_current(name)
-
-

@@ -16,17 +16,20 @@ Worth = Callable[[State, int, int], float]
 """How much it is worth to take the recompute of an op at a stage back; larger comes first."""
 
 
-def spend(state: State, limit: int, worth: Worth) -> None:
+def spend(state: State, limit: int, worth: Worth, *, effort: int) -> None:
     """Undoes recomputes while the peak stays within `limit`, the worthiest first.
 
-    Ends when no single recompute can be taken back.
+    Ends when no single recompute can be taken back, or after about `effort` toggles.
     """
     changed = True
-    while changed:
+    last = state.toggles + effort
+    while changed and state.toggles < last:
         changed = False
         runs = [(op, stage) for op, stages in state.runs.items() for stage in stages]
         runs.sort(key=lambda run: (-worth(state, *run), run))
         for op, stage in runs:
+            if state.toggles >= last:
+                break
             if state.runs_at(op, stage) and undo(state, op, stage, limit):
                 changed = True
 

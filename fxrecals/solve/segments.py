@@ -42,9 +42,7 @@ def cuts(problem: Problem, segment_bytes: int) -> list[int]:
             best = k
         if made >= 1.25 * segment_bytes:
             found.append(best)
-            made = sum(
-                problem.nbytes[s] for j in range(best + 1, k + 1) for s in problem.makes[j]
-            )
+            made = sum(problem.nbytes[s] for j in range(best + 1, k + 1) for s in problem.makes[j])
             best = -1
     return found
 

@@ -71,6 +71,7 @@ class State:
 
     @property
     def peak_bytes(self) -> int:
+        """Peak bytes of the step."""
         return int(self.total.max(initial=0))
 
     def peak_at(self, position: int) -> int:
@@ -91,6 +92,7 @@ class State:
             self.toggle(op, at)
 
     def runs_at(self, op: int, stage: int) -> bool:
+        """Whether `op` runs again at `stage`."""
         return stage in self.runs.get(op, ())
 
     def span(self, storage: int, position: int) -> tuple[int, int]:

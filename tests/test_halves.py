@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxrecals import schedule
 from fxrecals.ir import Phase
-from fxrecals.rewrite import split as split_joint
+from fxrecals.halves import split as split_joint
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from tests import helpers

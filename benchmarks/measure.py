@@ -1,0 +1,219 @@
+"""Measures what a training step really did, and whether it was right.
+
+Nothing here knows how fxrecals works. Two questions are answered from outside:
+
+    memory = step_memory(step, model)        # what the allocator handed out
+    differences = compare(reference, candidate)   # empty where both steps did the same
+
+Bytes come from the allocator's own events (torch.profiler, profile_memory=True), so scratch
+space inside an operator counts too. Parameter gradients are told apart by address: they are
+what the step is for, and no recompute can shrink them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes above the level at which the step began.
+
+    peak: largest live total, gradients included.
+    activations: largest live total with the parameters' gradients left out; a limit bounds this.
+    gradients: bytes of parameter gradients alive at the end.
+    kept: bytes still alive at the end that are not gradients (outputs held, or a leak).
+    """
+
+    peak: int
+    activations: int
+    gradients: int
+    kept: int
+
+    def __str__(self) -> str:
+        return (
+            f"peak {self.peak / MIB:.1f} MiB, activations {self.activations / MIB:.1f} MiB, "
+            f"gradients {self.gradients / MIB:.1f} MiB, kept {self.kept / MIB:.1f} MiB"
+        )
+
+
+def _allocations(prof: profile) -> list[tuple[int, int, int]]:
+    """(time, address, bytes) of every allocator event on the CPU; bytes are negative for a free."""
+    found: list[tuple[int, int, int]] = []
+    stack = list(prof.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return sorted(found, key=lambda e: e[0])
+
+
+def step_memory(step: Callable[[], Any], model: nn.Module, warmup: int = 2) -> StepMemory:
+    """Runs `step` (forward and backward; it must set the gradients to None first) and measures it.
+
+    On CUDA only `peak` is exact (max_memory_allocated); `activations` is then a lower bound.
+    """
+    for _ in range(warmup):
+        step()
+    clear(model)
+    if next(model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        held = step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - start
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        kept = torch.cuda.memory_allocated() - start - gradients
+        del held
+        return StepMemory(peak, peak - gradients, gradients, kept)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        held = step()
+        del held
+    grads = {
+        p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
+        for p in model.parameters()
+        if p.grad is not None
+    }
+    events = _allocations(prof)
+    last: dict[int, int] = {}  # address -> index of the allocation that a gradient lives in
+    for index, (_, address, size) in enumerate(events):
+        if size > 0 and address in grads:
+            last[address] = index
+    gradient_events = set(last.values())
+    live = activations = peak = top = gradients = 0
+    sizes: dict[int, int] = {}
+    for index, (_, address, size) in enumerate(events):
+        if size > 0:
+            sizes[address] = size
+        elif address not in sizes:
+            continue  # freed something that was alive before the step
+        else:
+            del sizes[address]
+        live += size
+        if index in gradient_events:
+            gradients += size
+        else:
+            activations += size
+        peak, top = max(peak, live), max(top, activations)
+    return StepMemory(peak, top, gradients, live - gradients)
+
+
+def step_seconds(steps: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
+    """Median seconds of each step, the steps taken in turn so that a noisy machine hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
+
+
+def clear(model: nn.Module) -> None:
+    """Drops every gradient."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@dataclass
+class Record:
+    """Everything that a training step leaves behind."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    rng: Tensor
+
+
+def record(
+    call: Callable[..., Any],
+    model: nn.Module,
+    inputs: dict[str, Any] | tuple[Any, ...],
+    loss: Callable[[Any], Tensor],
+    seed: int = 0,
+    steps: int = 2,
+) -> Record:
+    """Runs `steps` forward/backward steps of `call` from one seed, and records the last state.
+
+    Two steps by default: what the first one leaves behind (generator state, running statistics)
+    shows in the second.
+    """
+    torch.manual_seed(seed)
+    leaves = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
+    for _ in range(steps):
+        clear(model)
+        for leaf in leaves:
+            leaf.grad = None
+        out = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
+        loss(out).backward()
+    gradients = {n: _copy(p.grad) for n, p in model.named_parameters()}
+    gradients |= {f"input {i}": _copy(t.grad) for i, t in enumerate(leaves)}
+    return Record(
+        outputs=[t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor)],
+        gradients=gradients,
+        buffers={n: b.clone() for n, b in model.named_buffers()},
+        rng=torch.get_rng_state(),
+    )
+
+
+def _copy(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach().clone()
+
+
+def compare(
+    reference: Record, candidate: Record, rtol: float = 0.0, atol: float = 0.0
+) -> list[str]:
+    """What differs, a line each. Tolerance 0 asks for the same bits."""
+    wrong: list[str] = []
+
+    def check(name: str, a: Tensor | None, b: Tensor | None) -> None:
+        if (a is None) != (b is None):
+            wrong.append(f"{name}: {'missing' if b is None else 'unexpected'}")
+        elif a is not None and b is not None:
+            if a.shape != b.shape or a.dtype != b.dtype:
+                wrong.append(f"{name}: {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}")
+            elif not torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
+                gap = (a.double() - b.double()).abs().max().item()
+                wrong.append(
+                    f"{name}: differs by {gap:.3g} (largest value {a.abs().max().item():.3g})"
+                )
+
+    if len(reference.outputs) != len(candidate.outputs):
+        wrong.append(f"{len(candidate.outputs)} outputs, not {len(reference.outputs)}")
+    for i, (a, b) in enumerate(zip(reference.outputs, candidate.outputs)):
+        check(f"output {i}", a, b)
+    for name, gradient in reference.gradients.items():
+        check(f"gradient of {name}", gradient, candidate.gradients.get(name))
+    for name, buffer in reference.buffers.items():
+        check(f"buffer {name}", buffer, candidate.buffers.get(name))
+    if not torch.equal(reference.rng, candidate.rng):
+        wrong.append("random generator: left in another state")
+    return wrong
+
+
+def twin(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
+    """A deep copy of a model and its inputs, so that two runs share no state."""
+    return copy.deepcopy(model), copy.deepcopy(inputs)
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )

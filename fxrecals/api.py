@@ -1,0 +1,146 @@
+"""What people call: `plan` and `rewrite`. Capture the joint graph, price its ops, solve, judge."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxrecals import cost as costing
+from fxrecals.capture import Captured, capture, step
+from fxrecals.dynamo import Planner, backend
+from fxrecals.ir import Graph
+from fxrecals.planning import LimitLike, check_solver, plan_graph, solve_within
+from fxrecals.plans import Plan
+from fxrecals.schedule import Schedule
+from fxrecals.units import parse_limit
+
+
+def plan(
+    model: nn.Module,
+    example: Any,
+    limit: LimitLike | None = None,
+    *,
+    cost: str | costing.Cost = "roofline",
+    solver: str = "auto",
+    device: str | torch.device | None = None,
+) -> Plan:
+    """What training `model` under `limit` would keep and run again, before any step is taken.
+
+    The model is traced under fake tensors: nothing of it is run, and no activation is allocated.
+
+    Args:
+        model: in training mode as it will be trained; may be on ``meta``.
+        example: what the model is called with: a tensor, a tuple of arguments, or a dict of
+            keyword arguments. Only shapes, types and devices matter.
+        limit: largest live total of activation bytes: an int, ``"4GB"``, ``"4GiB"``, ``"50%"``
+            (of the peak without recompute), ``"auto"``, or a dict by device. Without one, the
+            plan is that of the knee of the curve limit against time, and prints the curve.
+        cost: ``"roofline"``, ``"measured"``, or an object with `cost.Cost`'s method.
+        solver: see `fxrecals.solve`.
+        device: where a model on ``meta`` would be trained.
+
+    Raises:
+        OptionError: an argument that does not work; `LimitError` if it is the limit.
+        InfeasibleLimitError: the limit is under the floor.
+        CaptureError: the example does not fit, or nothing can be traced.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    >>> small = plan(model, torch.randn(512, 64), limit="80%")
+    >>> small.peak_bytes <= small.limit_bytes < small.baseline_peak_bytes
+    True
+    """
+    made, captured = _plan(model, example, limit, cost, solver, device)
+    return _with_export(made, captured)
+
+
+def rewrite(
+    model: nn.Module,
+    example: Any,
+    limit: LimitLike,
+    *,
+    cost: str | costing.Cost = "roofline",
+    solver: str = "auto",
+) -> nn.Module:
+    """A module with the same parameters that trains under `limit`, without `torch.compile`.
+
+    It shares parameters, buffers and submodules with `model`, has its class and its
+    ``state_dict``, and gives plain eager's bits. `model` itself stays as it was.
+
+    Args:
+        model: a real model, in training mode as it will be trained.
+        example: as for `plan`.
+        limit: as for `plan`.
+        cost: as for `plan`.
+        solver: as for `plan`.
+
+    Raises:
+        The same errors as `plan`, before anything has run.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    >>> small = rewrite(model, torch.randn(512, 64), limit="80%")
+    >>> small(torch.randn(512, 64)).sum().backward()
+    >>> model[0].weight.grad is small[0].weight.grad
+    True
+    """
+    made, captured = _plan(model, example, limit, cost, solver, None)
+    twin = copy.copy(model)
+    twin.__dict__ = dict(model.__dict__)
+    within = backend(
+        made.limit_bytes, inner="eager", cost=cost, solver=solver, planner=_planned(made, captured)
+    )
+
+    # Not twin.compile(): where the class is torch's own, such as nn.Sequential, Dynamo skips
+    # every frame of it and compiles nothing. This function is a frame that it does not skip.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return twin._call_impl(*args, **kwargs)
+
+    twin._compiled_call_impl = torch.compile(call, backend=within)
+    return twin
+
+
+def _plan(
+    model: nn.Module,
+    example: Any,
+    limit: LimitLike | None,
+    cost: str | costing.Cost,
+    solver: str,
+    device: str | torch.device | None,
+) -> tuple[Plan, Captured]:
+    check_solver(solver)
+    read = None if limit is None else parse_limit(limit)
+    priced = costing.named(cost)
+    captured = capture(model, example, device=device)
+    graph = step(captured, priced)
+    return plan_graph(graph, read, solver=solver, notes=captured.breaks), captured
+
+
+def _planned(made: Plan, captured: Captured) -> Planner:
+    """A planner that hands out the parts of a plan of the whole step, graph by graph.
+
+    A graph that is no part of the plan, such as one for another batch size, is planned by itself.
+    """
+
+    def planner(
+        graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None
+    ) -> Schedule | Plan:
+        for run in captured.runs:
+            part = made.part(run.prefix, graph)
+            if part is not None:
+                return part
+        return solve_within(graph, limit, solver=solver, allowance_bytes=allowance_bytes)
+
+    return planner
+
+
+def _with_export(made: Plan, captured: Captured) -> Plan:
+    def exporter(plan: Plan, folder: Path) -> None:
+        from fxrecals.export import write
+
+        write(plan, captured, folder)
+
+    return replace(made, exporter=exporter)
