@@ -1,9 +1,577 @@
-"""Stub."""
+"""What a plan says when it is printed: text in ASCII, at most 100 columns, the same every time.
+
+A number stands beside the name of what it is a number of. Blocks of a model that are treated alike
+share one row: ``layers.[0-11].mlp``.
+
+    >>> _pattern([("layers", (0,), "mlp"), ("layers", (1,), "mlp"), ("layers", (3,), "mlp")])
+    'layers.[0-1,3].mlp'
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from fxrecals import schedule as schedules
+from fxrecals.formats import format_bytes, format_count, format_seconds
+from fxrecals.ir import ONCE, Graph, Kind, Op, Phase, Trait, Value, is_charged
+from fxrecals.schedule import Region, Schedule
+from fxrecals.timeline import Timeline
+
+if TYPE_CHECKING:
+    from fxrecals.plans import Plan
+
+WIDTH = 98
+"""Columns of notes, and of tables as far as names allow."""
+
+REGION_ROWS = 12
+"""Rows of the table of what runs again; the rest is one line."""
+
+SAVED_ROWS = 8
+"""Rows of the table of what is kept; the rest is one line."""
+
+PICTURE = (60, 10)
+"""Columns and rows of the picture of memory against time."""
+
+WHY_ONCE = {
+    Trait.MUTATES: "it writes to an input",
+    Trait.OPAQUE: "not known to be pure",
+    Trait.COLLECTIVE: "it talks to other processes",
+    Trait.MUST_SAVE: "the model's checkpoint policy",
+    Trait.CALLER: "made between two graphs",
+}
+"""The traits that forbid a second run, in words."""
+
+Component = str | tuple[int, ...]
+"""A part of a module path; numbers are set apart, so that they can be merged."""
+
+Place = tuple[Component, ...]
 
 
-def text(plan):
-    return f"peak {plan.peak_bytes}"
+def text(plan: Plan) -> str:
+    """A plan as people read it: verdict, what runs again, what is kept, peaks; then the curve
+    limit against time where no limit was given, and the notes.
+
+    >>> from fxrecals.ir import Graph, Kind, Op, Phase, Value
+    >>> from fxrecals.plans import Plan
+    >>> values = {n: Value(n, 8000, n) for n in "abc"} | {"x": Value("x", 8, "x", Kind.PRIMAL)}
+    >>> ops = (
+    ...     Op("f", "aten.sin", ("x",), ("a",), Phase.FORWARD, seconds=1e-3),
+    ...     Op("g", "aten.cos", ("a",), ("b",), Phase.FORWARD, seconds=1e-3),
+    ...     Op("h", "aten.mul", ("a", "b"), ("c",), Phase.BACKWARD, seconds=1e-3),
+    ... )
+    >>> graph = Graph(ops, values, outputs=("b", "c"))
+    >>> plan = Plan(graph, Schedule(("f", "g"), ("f", "h")), 24_000, floor_bytes=24_000)
+    >>> print(text(plan).splitlines()[0])
+    fits 24.0 kB: peak 24.0 kB instead of 24.0 kB, +33.3 % time (1 op runs again), floor 24.0 kB
+    """
+    parts = [_verdict(plan), _regions(plan), _saved(plan), _peaks(plan)]
+    if plan.choices:
+        parts += [_choices(plan), _picture(plan)]
+    parts += [_notes(plan)]
+    return _ascii("\n\n".join(part for part in parts if part))
 
 
-def timeline_text(plan):
-    return ""
+def timeline_text(plan: Plan) -> str:
+    """The memory timeline of a plan, a line for each run, in bytes, after two lines of header.
+
+    >>> from fxrecals.ir import Graph, Op, Phase, Value
+    >>> from fxrecals.plans import Plan
+    >>> op = Op("sin", "aten.sin", (), ("a",), Phase.FORWARD)
+    >>> graph = Graph((op,), {"a": Value("a", 8, "a")}, outputs=())
+    >>> print(timeline_text(Plan(graph, Schedule(("sin",), ()), None, floor_bytes=8)))
+    bytes; live counts what the run reads, makes and uses for itself; peak at run 0
+    run  op   module  half     live  allocated  freed
+      0  sin          forward     8          8      8
+    """
+    found = plan.timeline
+    header = ("run", "op", "module", "half", "live", "allocated", "freed")
+    rows: list[tuple[str, ...]] = [header]
+    for index, step in enumerate(found.steps):
+        module = plan.graph.op(step.op).where.module
+        numbers = (step.live_bytes, step.allocated_bytes, step.freed_bytes)
+        rows.append((str(index), step.op, module, _half(found, index), *map(str, numbers)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = (False, True, True, True, False, False, False)
+    lines = [
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    about = "bytes; live counts what the run reads, makes and uses for itself"
+    peak = f"; peak at run {found.peak_index}" if found.steps else ""
+    return _ascii("\n".join([about + peak, *lines]))
+
+
+def _half(timeline: Timeline, index: int) -> str:
+    if index < timeline.forward_runs:
+        return "forward"
+    return "again" if timeline.steps[index].again else "backward"
+
+
+# --- the verdict --------------------------------------------------------------------------------
+
+
+def _verdict(plan: Plan) -> str:
+    peak, baseline = format_bytes(plan.peak_bytes), format_bytes(plan.baseline_peak_bytes)
+    floor = f"floor {format_bytes(plan.floor_bytes)}"
+    again = f"{_more_time(plan, plan.extra_seconds)} ({_count_again(plan)})"
+    if plan.limit_bytes is None and not plan.choices:
+        return f"no limit given: peak {peak} instead of {baseline}, {again}, {floor}"
+    if plan.limit_bytes is None:
+        return f"no limit given: peak {baseline}; the knee is at {peak}, {again}"
+    limit = format_bytes(plan.limit_bytes)
+    if plan.peak_bytes > plan.limit_bytes:
+        return f"does not fit {limit}: peak {peak} instead of {baseline}, {again}, {floor}"
+    if not plan.regions:
+        return f"fits {limit} as it is: peak {baseline}, nothing runs again, {floor}"
+    return f"fits {limit}: peak {peak} instead of {baseline}, {again}, {floor}"
+
+
+def _count_again(plan: Plan) -> str:
+    counts = schedules.recomputed(plan.graph, plan.schedule)
+    if not counts:
+        return "nothing runs again"
+    regions, most = len(plan.regions), max(counts.values())
+    ops = f"{len(counts)} ops run again" if len(counts) > 1 else "1 op runs again"
+    often = f" up to {most} times" if most > 1 else ""
+    return f"{ops}{often} in {regions} regions" if regions > 1 else f"{ops}{often}"
+
+
+def _more_time(plan: Plan, seconds: float) -> str:
+    if not plan.baseline_seconds:
+        return f"+{format_seconds(seconds)}"
+    return f"+{_percent(seconds, plan.baseline_seconds)} time"
+
+
+def _percent(part: float, whole: float) -> str:
+    percent = 100 * part / whole if whole else 0.0
+    return f"{percent:.1f} %" if percent < 99.95 else f"{percent:.0f} %"
+
+
+# --- what runs again ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """Regions that look the same.
+
+    Attributes:
+        places: the module path of each.
+        what: the ops, in words.
+        regions: how many there are.
+        runs: runs of ops in all of them.
+        often: how often each of the ops runs again in the whole step.
+        nbytes: bytes that are not kept from forward to backward, because these regions make them.
+        flops: floating point operations of all the runs.
+        seconds: estimated time of all the runs.
+    """
+
+    places: list[Place]
+    what: str
+    regions: int = 0
+    runs: int = 0
+    often: set[int] = field(default_factory=set)
+    nbytes: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+
+
+def _regions(plan: Plan) -> str:
+    groups = _grouped_regions(plan)
+    if not groups:
+        return ""
+    shown = groups if len(groups) <= REGION_ROWS + 1 else groups[:REGION_ROWS]
+    places = [_tail(_pattern(group.places), 26) for group in shown]
+    room = 48 - max(map(len, places))
+    rows = [
+        _region_row(place, _start(group.what, room), group)
+        for place, group in zip(places, shown, strict=True)
+    ]
+    if len(groups) > len(shown):
+        rest = _summed(groups[len(shown) :])
+        rows.append(_region_row(f"and {len(groups) - len(shown)} more", "", rest))
+    rows.append(_region_row("all", "", _summed(groups)))
+    headers = ("runs again in", "what", "regions", "ops", "times", "frees", "FLOP", "time")
+    return _table(headers, rows, "llrrrrrr")
+
+
+def _region_row(where: str, what: str, group: _Group) -> tuple[str, ...]:
+    return (
+        where,
+        what,
+        str(group.regions),
+        str(group.runs),
+        "-".join(map(str, dict.fromkeys([min(group.often), max(group.often)]))),
+        format_bytes(group.nbytes),
+        format_count(group.flops),
+        format_seconds(group.seconds),
+    )
+
+
+def _summed(groups: Sequence[_Group]) -> _Group:
+    return _Group(
+        places=[],
+        what="",
+        regions=sum(g.regions for g in groups),
+        runs=sum(g.runs for g in groups),
+        often={count for g in groups for count in g.often},
+        nbytes=sum(g.nbytes for g in groups),
+        flops=sum(g.flops for g in groups),
+        seconds=sum(g.seconds for g in groups),
+    )
+
+
+def _grouped_regions(plan: Plan) -> list[_Group]:
+    """Regions that look the same, together; those that free the most come first."""
+    graph = plan.graph
+    counts = schedules.recomputed(graph, plan.schedule)
+    freed = _between(graph, Schedule.keeping_everything(graph))
+    for storage in _between(graph, plan.schedule):
+        freed.pop(storage, None)
+    found: dict[tuple[Place, str], _Group] = {}
+    for region in plan.regions:
+        ops = [graph.op(name) for name in region.ops]
+        place, what = _place(ops), _what(ops)
+        group = found.setdefault((_wild(place), what), _Group([], what))
+        group.places.append(place)
+        _add(group, graph, region, counts, freed)
+    return sorted(found.values(), key=lambda g: (-g.nbytes, -g.seconds))
+
+
+def _add(
+    group: _Group,
+    graph: Graph,
+    region: Region,
+    counts: Mapping[str, int],
+    freed: dict[str, list[Value]],
+) -> None:
+    """Adds a region; a storage counts for the first region that makes it."""
+    group.regions += 1
+    for name in region.ops:
+        op = graph.op(name)
+        group.runs += 1
+        group.often.add(counts[name])
+        group.flops += op.flops
+        group.seconds += op.seconds
+        for storage in _made(graph, op):
+            values = freed.pop(storage, None)
+            group.nbytes += values[0].nbytes if values else 0
+
+
+def _made(graph: Graph, op: Op) -> Iterator[str]:
+    """Storages that a run of an op allocates."""
+    sources = {graph.values[name].storage for name in op.inputs}
+    storages = dict.fromkeys(graph.values[name].storage for name in op.outputs)
+    yield from (storage for storage in storages if storage not in sources)
+
+
+def _between(graph: Graph, schedule: Schedule) -> dict[str, list[Value]]:
+    """Storages alive between forward and backward, each with its values that are."""
+    made = {name for op in graph.forward for name in op.outputs}
+    held = [name for name in graph.outputs if name in made]
+    found: dict[str, list[Value]] = {}
+    for name in dict.fromkeys([*schedules.saved(graph, schedule), *held]):
+        value = graph.values[name]
+        if is_charged(value):
+            found.setdefault(value.storage, []).append(value)
+    return found
+
+
+# --- names of places and ops --------------------------------------------------------------------
+
+
+def _place(ops: Sequence[Op]) -> Place:
+    """The module that holds all of some ops; of numbered neighbours, all their numbers."""
+    paths = list(dict.fromkeys(tuple(op.where.module.split(".")) for op in ops))
+    shared: list[Component] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            if all(part.isdigit() for part in parts):
+                shared.append(tuple(sorted({int(part) for part in parts})))
+            break
+        shared.append((int(parts[0]),) if parts[0].isdigit() else parts[0])
+    return tuple(shared)
+
+
+def _wild(place: Place) -> Place:
+    return tuple(part if isinstance(part, str) else "*" for part in place)
+
+
+def _pattern(places: Sequence[Place]) -> str:
+    """Paths that differ in numbers only, as one."""
+    parts = (_either(parts) for parts in zip(*places, strict=True))
+    return ".".join(parts) or "(model)"
+
+
+def _either(parts: Sequence[Component]) -> str:
+    if isinstance(parts[0], str):
+        return parts[0]
+    numbers = sorted({n for part in parts if not isinstance(part, str) for n in part})
+    return str(numbers[0]) if len(numbers) == 1 else f"[{_ranges(numbers)}]"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers in short.
+
+    >>> _ranges([0, 1, 2, 5]), _ranges([0, 2, 4, 6, 8])
+    ('0-2,5', '0..8')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if len(runs) > 3:
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _what(ops: Sequence[Op]) -> str:
+    return " ".join(dict.fromkeys(_short(op) for op in ops))
+
+
+def _short(op: Op) -> str:
+    """What an op computes, as people call it.
+
+    >>> _short(Op("f", "torch.ops.aten.native_layer_norm.default", (), (), Phase.FORWARD))
+    'layer_norm'
+    """
+    parts = op.target.split(".")
+    name = parts[3] if op.target.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
+    return name.strip("_").removeprefix("native_").removeprefix("scaled_dot_product_")
+
+
+# --- what is kept -------------------------------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    """Kept storages that look the same.
+
+    Attributes:
+        names: the first value in each storage.
+        places: modules that made them.
+        source: source line of the first.
+        reason: why they are kept; what it would cost to make them again if it is for time alone.
+        nbytes: bytes of all.
+        makers: the ops that made them, with the estimated time of one more run.
+    """
+
+    names: list[str]
+    places: list[Place]
+    source: str
+    reason: str
+    nbytes: int = 0
+    makers: dict[str, float] = field(default_factory=dict)
+
+
+def _saved(plan: Plan) -> str:
+    groups = _grouped_saved(plan)
+    if not groups:
+        return ""
+    shown = groups if len(groups) <= SAVED_ROWS + 1 else groups[:SAVED_ROWS]
+    rows = [_kept_row(group) for group in shown]
+    rest = groups[len(shown) :]
+    if rest:
+        tensors = sum(len(g.names) for g in rest)
+        rows.append((f"and {tensors} more", "", format_bytes(sum(g.nbytes for g in rest)), "", ""))
+    rows.append(
+        (
+            f"all {sum(len(g.names) for g in groups)}",
+            "",
+            format_bytes(sum(g.nbytes for g in groups)),
+            "",
+            "",
+        )
+    )
+    return _table(("kept", "made in", "bytes", "line", "because"), rows, "llrll")
+
+
+def _kept_row(group: _Kept) -> tuple[str, ...]:
+    more = f" +{len(group.names) - 1}" if len(group.names) > 1 else ""
+    name = _start(group.names[0], 18 - len(more)) + more
+    because = group.reason or f"it saves {format_seconds(sum(group.makers.values()))}"
+    where = _tail(_pattern(group.places), 24)
+    line = _tail(group.source, 22)
+    return (name, where, format_bytes(group.nbytes), line, "\n".join(textwrap.wrap(because, 24)))
+
+
+def _grouped_saved(plan: Plan) -> list[_Kept]:
+    """Kept storages that look the same, together; the largest come first."""
+    graph = plan.graph
+    makers = {storage: op for op in reversed(graph.forward) for storage in _made(graph, op)}
+    starts = _starts(graph, plan.schedule)
+    found: dict[tuple[Place, str, str], _Kept] = {}
+    for storage, values in _between(graph, plan.schedule).items():
+        op = makers[storage]
+        place, reason = _place([op]), _reason(graph, op, values, storage in starts)
+        group = found.setdefault(
+            (_wild(place), _short(op), reason), _Kept([], [], op.where.source, reason)
+        )
+        group.names.append(values[0].name)
+        group.places.append(place)
+        group.nbytes += values[0].nbytes
+        group.makers[op.name] = op.seconds
+    return sorted(found.values(), key=lambda g: -g.nbytes)
+
+
+def _reason(graph: Graph, op: Op, values: Iterable[Value], is_start: bool) -> str:
+    """Why a storage is kept; "" if only because to make it again takes time."""
+    if any(value.kind is Kind.RNG_STATE for value in values):
+        return f"replays {_short(op)}"
+    held = set(graph.outputs)
+    if any(value.name in held for value in values):
+        return "the caller holds it"
+    if not op.may_run_again:
+        return "runs once: " + next(WHY_ONCE[trait] for trait in Trait if trait in op.traits & ONCE)
+    return "a region starts from it" if is_start else ""
+
+
+def _starts(graph: Graph, schedule: Schedule) -> set[str]:
+    """Storages from the forward that an op which runs again reads."""
+    again: set[str] = set()
+    found: set[str] = set()
+    for name in schedule.backward:
+        op = graph.op(name)
+        if op.phase is Phase.FORWARD and not op.is_view:
+            found.update(graph.values[n].storage for n in op.inputs)
+            found -= again
+            again.update(_made(graph, op))
+    return found
+
+
+# --- peaks, choices, picture, notes -------------------------------------------------------------
+
+
+def _peaks(plan: Plan) -> str:
+    before, after = plan.baseline, plan.timeline
+    seconds = plan.baseline_seconds
+    rows = [
+        _both("peak of activations", before.peak_bytes, after.peak_bytes, _peak_at(plan)),
+        _both("peak with gradients", before.step_peak_bytes, after.step_peak_bytes, ""),
+        _both("kept for the backward", before.saved_bytes, after.saved_bytes, ""),
+        ("floor: lowest limit found", "", format_bytes(plan.floor_bytes), ""),
+        (
+            "time of a step, estimated",
+            format_seconds(seconds),
+            format_seconds(seconds + plan.extra_seconds),
+            "",
+        ),
+    ]
+    return _table(("", "no recompute", "planned", "planned peak at"), rows, "lrrl")
+
+
+def _both(name: str, before: int, after: int, where: str) -> tuple[str, ...]:
+    return (name, format_bytes(before), format_bytes(after), where)
+
+
+def _peak_at(plan: Plan) -> str:
+    found = plan.timeline
+    if not found.steps:
+        return ""
+    op = plan.graph.op(found.peak_at)
+    half = {"forward": "forward", "backward": "backward", "again": "run again"}
+    module = f" in {op.where.module}" if op.where.module else ""
+    return _start(f"{op.name}{module}, {half[_half(found, found.peak_index)]}", 50)
+
+
+def _choices(plan: Plan) -> str:
+    whole = plan.baseline_peak_bytes
+    rows = [
+        (
+            format_bytes(choice.limit_bytes),
+            _percent(choice.limit_bytes, whole),
+            format_bytes(choice.peak_bytes),
+            _more_time(plan, choice.extra_seconds).removesuffix(" time"),
+            "<- this plan" if choice.peak_bytes == plan.peak_bytes else "",
+        )
+        for choice in plan.choices
+    ]
+    return _table(("limit", "of the peak", "peak", "more time", ""), rows, "rrrrl")
+
+
+def _picture(plan: Plan) -> str:
+    """Activation bytes over the step; what runs again stands at the op that it runs for."""
+    columns, height = PICTURE
+    before = _profile(plan, plan.baseline, columns)
+    after = _profile(plan, plan.timeline, columns)
+    top = max([*before, *after, 1])
+    lines = [f"{'':10}activation bytes, op by op:  # planned   : no recompute"]
+    for row in range(height):
+        level = top * (2 * (height - row) - 1) / (2 * height)
+        cells = (
+            "#" if a >= level else ":" if b >= level else " "
+            for a, b in zip(after, before, strict=True)
+        )
+        label = format_bytes(top * (height - row) // height) if row % 3 == 0 else ""
+        lines.append(f"{label:>8} |{''.join(cells)}".rstrip())
+    turn = len(plan.graph.forward) * columns // max(1, len(plan.graph.ops))
+    lines.append(f"{'0 B':>8} +{'-' * turn}|{'-' * max(0, columns - turn - 1)}")
+    lines.append(f"{'':10}{'forward':<{turn}} {'backward'}")
+    return "\n".join(lines)
+
+
+def _profile(plan: Plan, timeline: Timeline, columns: int) -> list[int]:
+    """Live bytes in each column, the largest where several runs share one."""
+    place = {op.name: i for i, op in enumerate(plan.graph.ops)}
+    found = [0] * columns
+    now = len(place) - 1
+    for step in reversed(timeline.steps):
+        now = now if step.again else place[step.op]
+        column = now * columns // len(place)
+        found[column] = max(found[column], step.live_bytes)
+    return found
+
+
+def _notes(plan: Plan) -> str:
+    return "\n".join(
+        textwrap.fill(
+            f"note: {note}",
+            WIDTH,
+            subsequent_indent=" " * 6,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for note in plan.notes
+    )
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
+    """A table with a line under its headers; `align` has "l" or "r" for each column."""
+    sides = [{"l": "left", "r": "right"}[side] for side in align]
+    # The headers are a row like any other: tabulate makes columns wider than their headers.
+    table = tabulate([headers, *rows], tablefmt="plain", disable_numparse=True, colalign=sides)
+    lines = [line.rstrip() for line in table.splitlines()]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _start(name: str, width: int) -> str:
+    return name if len(name) <= width else name[: width - 2] + ".."
+
+
+def _tail(path: str, width: int) -> str:
+    """The end of a dotted path, from a dot on if that leaves something.
+
+    >>> _tail("transformer.h.[0-5].attn.c_attn", 24), _tail("configuration_utils.py:7", 20)
+    ('..h.[0-5].attn.c_attn', '..uration_utils.py:7')
+    """
+    if len(path) <= width:
+        return path
+    end = path[2 - width :]
+    _, dot, rest = end.partition(".")
+    return f"..{rest if dot and len(rest) > width // 2 else end}"
+
+
+def _ascii(words: str) -> str:
+    return words.encode("ascii", "backslashreplace").decode("ascii")
