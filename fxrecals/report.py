@@ -1,669 +1,577 @@
-"""What the user reads: a plan as text, and its timeline one line a run.
+"""What a plan says when it is printed: text in ASCII, at most 100 columns, the same every time.
 
-`text` is the `repr` of a plan. It is made from the plan alone, about 100 columns wide, in ASCII,
-and the same for the same plan. Regions that look alike are one row: ``layers.0-11.mlp`` stands
-for the regions of twelve layers. So are saved tensors: ``add_1 +11`` are twelve of a kind.
+A number stands beside the name of what it is a number of. Blocks of a model that are treated alike
+share one row: ``layers.[0-11].mlp``.
 
-    >>> from fxrecals.ir import Graph, Kind, Op, Phase, Value
-    >>> from fxrecals.plans import Plan
-    >>> from fxrecals.schedule import Schedule
-    >>> values = {n: Value(n, 4000, n) for n in "ab"} | {"x": Value("x", 8, "x", Kind.PRIMAL)}
-    >>> values["c"] = Value("c", 8, "c", Kind.GRADIENT)
-    >>> ops = (
-    ...     Op("f", "sin", ("x",), ("a",), Phase.FORWARD, seconds=1e-3),
-    ...     Op("g", "cos", ("a",), ("b",), Phase.FORWARD, seconds=1e-3),
-    ...     Op("h", "mul", ("a", "b"), ("c",), Phase.BACKWARD, seconds=2e-3),
-    ... )
-    >>> graph = Graph(ops, values, outputs=("b", "c"))
-    >>> plan = Plan(graph, Schedule(("f", "g"), ("f", "h")), limit_bytes=8000, floor_bytes=8000)
-    >>> print(text(plan).partition(" (")[0])
-    fits 8.00 kB: peak 8.00 kB instead of 8.00 kB, +25.0 % time
+    >>> _pattern([("layers", (0,), "mlp"), ("layers", (1,), "mlp"), ("layers", (3,), "mlp")])
+    'layers.[0-1,3].mlp'
 """
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from fxrecals import schedule as schedules
 from fxrecals.formats import format_bytes, format_count, format_seconds
-from fxrecals.ir import Graph, Kind, Op, Phase, Trait, is_charged
-from fxrecals.schedule import Region, Schedule, makes, reads
+from fxrecals.ir import ONCE, Graph, Kind, Op, Phase, Trait, Value, is_charged
+from fxrecals.schedule import Region, Schedule
+from fxrecals.timeline import Timeline
 
 if TYPE_CHECKING:
-    from fxrecals.plans import Choice, Plan
+    from fxrecals.plans import Plan
 
-T = TypeVar("T")
-
-WIDTH = 100
-"""Columns that the report takes, about: a long reason may take a few more."""
+WIDTH = 98
+"""Columns of notes, and of tables as far as names allow."""
 
 REGION_ROWS = 12
-SAVED_ROWS = 8
-PICTURE = (60, 10)
-"""Columns and rows of the picture of the memory profile."""
+"""Rows of the table of what runs again; the rest is one line."""
 
-_REASONS = {
-    Trait.MUST_SAVE: "a checkpoint policy keeps it",
+SAVED_ROWS = 8
+"""Rows of the table of what is kept; the rest is one line."""
+
+PICTURE = (60, 10)
+"""Columns and rows of the picture of memory against time."""
+
+WHY_ONCE = {
     Trait.MUTATES: "it writes to an input",
+    Trait.OPAQUE: "not known to be pure",
     Trait.COLLECTIVE: "it talks to other processes",
-    Trait.OPAQUE: "it is not known to be pure",
-    Trait.CALLER: "it is not in a graph",
+    Trait.MUST_SAVE: "the model's checkpoint policy",
+    Trait.CALLER: "made between two graphs",
 }
-"""Why an op may not run again, the first that applies."""
+"""The traits that forbid a second run, in words."""
+
+Component = str | tuple[int, ...]
+"""A part of a module path; numbers are set apart, so that they can be merged."""
+
+Place = tuple[Component, ...]
 
 
 def text(plan: Plan) -> str:
-    """The report of a plan: verdict, regions, largest saved tensors, figures; without a limit
-    also the curve limit against time and a picture of the memory profile.
+    """A plan as people read it: verdict, what runs again, what is kept, peaks; then the curve
+    limit against time where no limit was given, and the notes.
 
-    Bytes are decimal (1 MB is 10^6 bytes); times are estimates of the cost model.
+    >>> from fxrecals.ir import Graph, Kind, Op, Phase, Value
+    >>> from fxrecals.plans import Plan
+    >>> values = {n: Value(n, 8000, n) for n in "abc"} | {"x": Value("x", 8, "x", Kind.PRIMAL)}
+    >>> ops = (
+    ...     Op("f", "aten.sin", ("x",), ("a",), Phase.FORWARD, seconds=1e-3),
+    ...     Op("g", "aten.cos", ("a",), ("b",), Phase.FORWARD, seconds=1e-3),
+    ...     Op("h", "aten.mul", ("a", "b"), ("c",), Phase.BACKWARD, seconds=1e-3),
+    ... )
+    >>> graph = Graph(ops, values, outputs=("b", "c"))
+    >>> plan = Plan(graph, Schedule(("f", "g"), ("f", "h")), 24_000, floor_bytes=24_000)
+    >>> print(text(plan).splitlines()[0])
+    fits 24.0 kB: peak 24.0 kB instead of 24.0 kB, +33.3 % time (1 op runs again), floor 24.0 kB
     """
-    facts = _Facts(plan)
-    parts = [_verdict(plan), _regions(facts), _saved(facts), _figures(plan)]
+    parts = [_verdict(plan), _regions(plan), _saved(plan), _peaks(plan)]
     if plan.choices:
-        parts += [_curve(plan), _picture(plan)]
-    parts.append(_notes(plan))
+        parts += [_choices(plan), _picture(plan)]
+    parts += [_notes(plan)]
     return _ascii("\n\n".join(part for part in parts if part))
 
 
 def timeline_text(plan: Plan) -> str:
-    """One line a run, in order, below a header: what runs, where, and the bytes it moves.
+    """The memory timeline of a plan, a line for each run, in bytes, after two lines of header.
 
-    *live* are activation bytes while it runs, *allocated* what it adds, *freed* what dies with
-    it. The second column tells a first run of the forward or the backward from one again.
+    >>> from fxrecals.ir import Graph, Op, Phase, Value
+    >>> from fxrecals.plans import Plan
+    >>> op = Op("sin", "aten.sin", (), ("a",), Phase.FORWARD)
+    >>> graph = Graph((op,), {"a": Value("a", 8, "a")}, outputs=())
+    >>> print(timeline_text(Plan(graph, Schedule(("sin",), ()), None, floor_bytes=8)))
+    bytes; live counts what the run reads, makes and uses for itself; peak at run 0
+    run  op   module  half     live  allocated  freed
+      0  sin          forward     8          8      8
     """
-    peak = plan.timeline.peak_index
-    rows = [["", "half", "op", "module", "live", "allocated", "freed", ""]]
-    for index, step in enumerate(plan.timeline.steps):
-        op = plan.graph.op(step.op)
-        sizes = (step.live_bytes, step.allocated_bytes, step.freed_bytes)
-        half = "again" if step.again else _half(op)
-        note = "<- peak" if index == peak else ""
-        rows.append([str(index), half, op.name, op.where.module, *map(format_bytes, sizes), note])
-    return _ascii("\n".join(_aligned(rows, right=(0, 4, 5, 6))))
-
-
-def _half(op: Op) -> str:
-    return "caller" if Trait.CALLER in op.traits else op.phase.value
-
-
-def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
+    found = plan.timeline
+    header = ("run", "op", "module", "half", "live", "allocated", "freed")
+    rows: list[tuple[str, ...]] = [header]
+    for index, step in enumerate(found.steps):
+        module = plan.graph.op(step.op).where.module
+        numbers = (step.live_bytes, step.allocated_bytes, step.freed_bytes)
+        rows.append((str(index), step.op, module, _half(found, index), *map(str, numbers)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
+    left = (False, True, True, True, False, False, False)
+    lines = [
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    about = "bytes; live counts what the run reads, makes and uses for itself"
+    peak = f"; peak at run {found.peak_index}" if found.steps else ""
+    return _ascii("\n".join([about + peak, *lines]))
 
 
-# --- the verdict -------------------------------------------------------------------------------
+def _half(timeline: Timeline, index: int) -> str:
+    if index < timeline.forward_runs:
+        return "forward"
+    return "again" if timeline.steps[index].again else "backward"
+
+
+# --- the verdict --------------------------------------------------------------------------------
 
 
 def _verdict(plan: Plan) -> str:
     peak, baseline = format_bytes(plan.peak_bytes), format_bytes(plan.baseline_peak_bytes)
+    floor = f"floor {format_bytes(plan.floor_bytes)}"
+    again = f"{_more_time(plan, plan.extra_seconds)} ({_count_again(plan)})"
+    if plan.limit_bytes is None and not plan.choices:
+        return f"no limit given: peak {peak} instead of {baseline}, {again}, {floor}"
     if plan.limit_bytes is None:
-        return _offer(plan, peak, baseline)
+        return f"no limit given: peak {baseline}; the knee is at {peak}, {again}"
     limit = format_bytes(plan.limit_bytes)
-    tail = f", floor {format_bytes(plan.floor_bytes)}"
     if plan.peak_bytes > plan.limit_bytes:
-        return f"does not fit {limit}: peak {peak} instead of {baseline}, {_price(plan)}{tail}"
+        return f"does not fit {limit}: peak {peak} instead of {baseline}, {again}, {floor}"
     if not plan.regions:
-        return f"fits {limit} as it is: peak {peak}, nothing runs again{tail}"
-    return f"fits {limit}: peak {peak} instead of {baseline}, {_price(plan)}{tail}"
+        return f"fits {limit} as it is: peak {baseline}, nothing runs again, {floor}"
+    return f"fits {limit}: peak {peak} instead of {baseline}, {again}, {floor}"
 
 
-def _offer(plan: Plan, peak: str, baseline: str) -> str:
-    """The verdict where no limit was given."""
-    if not plan.regions:
-        return f"no limit given: peak {baseline}, and to run ops again would not pay"
-    return (
-        f"no limit given: peak {baseline}; the knee is at {peak}, {_price(plan)}, "
-        f"floor {format_bytes(plan.floor_bytes)}"
-    )
+def _count_again(plan: Plan) -> str:
+    counts = schedules.recomputed(plan.graph, plan.schedule)
+    if not counts:
+        return "nothing runs again"
+    regions, most = len(plan.regions), max(counts.values())
+    ops = f"{len(counts)} ops run again" if len(counts) > 1 else "1 op runs again"
+    often = f" up to {most} times" if most > 1 else ""
+    return f"{ops}{often} in {regions} regions" if regions > 1 else f"{ops}{often}"
 
 
-def _knee(plan: Plan) -> Choice | None:
-    """The row of the curve that the plan is."""
-    mine = (plan.peak_bytes, plan.extra_seconds)
-    found = (c for c in plan.choices if c.peak_bytes == mine[0])
-    return min(found, key=lambda c: abs(c.extra_seconds - mine[1]), default=None)
+def _more_time(plan: Plan, seconds: float) -> str:
+    if not plan.baseline_seconds:
+        return f"+{format_seconds(seconds)}"
+    return f"+{_percent(seconds, plan.baseline_seconds)} time"
 
 
-def _price(plan: Plan) -> str:
-    runs = sum(len(region.ops) for region in plan.regions)
-    distinct = len({name for region in plan.regions for name in region.ops})
-    again = f"{_counted(distinct, 'op')} {'runs' if distinct == 1 else 'run'} again"
-    if runs > distinct:
-        again += f", {runs} runs,"
-    regions = _counted(len(plan.regions), "region")
-    return f"{_share(plan.extra_seconds, plan.baseline_seconds)} time ({again} in {regions})"
+def _percent(part: float, whole: float) -> str:
+    percent = 100 * part / whole if whole else 0.0
+    return f"{percent:.1f} %" if percent < 99.95 else f"{percent:.0f} %"
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+# --- what runs again ----------------------------------------------------------------------------
 
 
-def _share(seconds: float, of_seconds: float) -> str:
-    """Extra time in percent, or "unknown" where the cost model said nothing."""
-    return f"+{100 * seconds / of_seconds:.1f} %" if of_seconds else "unknown"
-
-
-# --- what the tables are made of ---------------------------------------------------------------
-
-
-class _Facts:
-    """What a plan says of storages: which are saved without recompute, which with it, and why."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.graph = plan, plan.graph
-        self.storages = {name: value.storage for name, value in plan.graph.values.items()}
-        self.makers: dict[str, tuple[Op, str]] = {}
-        for op in self.graph.ops:
-            for name in op.outputs:
-                self.makers.setdefault(self.storages[name], (op, name))
-        self.kept = _kept(self.graph, plan.schedule, plan.saved)
-        everything = Schedule.keeping_everything(self.graph)
-        before = _kept(self.graph, everything, schedules.saved(self.graph, everything))
-        self.freed = frozenset(before) - frozenset(self.kept)
-        self.freed_bytes = self.freed_by(plan.regions)
-        self.again = schedules.recomputed(self.graph, plan.schedule)
-
-    def freed_by(self, regions: Iterable[Region]) -> int:
-        """Bytes of what the regions make again so that it need not be saved, each storage once."""
-        made = {
-            self.storages[name]
-            for region in regions
-            for op in region.ops
-            for name in self.graph.op(op).outputs
-        }
-        return sum(self.nbytes(storage) for storage in made & self.freed)
-
-    def nbytes(self, storage: str) -> int:
-        """Size of a storage."""
-        return self.graph.values[self.makers[storage][1]].nbytes
-
-    def remake_seconds(self, storage: str) -> float:
-        """Time to compute a storage again from what else is saved."""
-        wanted: dict[str, None] = {}
-        stack = [self.makers[storage][0]]
-        while stack:
-            op = stack.pop()
-            if op.name in wanted:
-                continue
-            wanted[op.name] = None
-            for name in op.inputs:
-                maker = self.graph.producer.get(name)
-                if maker is not None and self.storages[name] not in self.kept:
-                    stack.append(maker)
-        return sum(self.graph.op(name).seconds for name in wanted)
-
-
-def _kept(graph: Graph, schedule: Schedule, saved: Collection[str]) -> dict[str, None]:
-    """Charged storages alive between forward and backward, in order of creation."""
-    alive = frozenset(graph.outputs) | frozenset(saved)
-    outside = {v.storage for v in graph.values.values() if v.kind is Kind.PRIMAL}
-    made = (graph.values[name] for op in graph.forward for name in op.outputs)
-    return {
-        value.storage: None
-        for value in made
-        if value.name in alive and value.storage not in outside and is_charged(value)
-    }
-
-
-# --- module paths that look alike --------------------------------------------------------------
-
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-
-
-def _pattern(module: str) -> str:
-    """A module path with its numbers left open."""
-    return _NUMBER.sub("*", module)
-
-
-def _merged(modules: Sequence[str]) -> str:
-    """One path for paths of one pattern, their numbers as a range: ``layers.0-11.mlp``."""
-    numbers = [[int(n) for n in _NUMBER.findall(module)] for module in modules]
-    ranges = iter([_range(sorted(set(column))) for column in zip(*numbers, strict=True)])
-    return _NUMBER.sub(lambda match: next(ranges, "*"), modules[0])
-
-
-def _range(numbers: Sequence[int]) -> str:
-    """Sorted numbers as ``0-3,5``, or ``*`` where that is long."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    if len(spans) > 3:
-        return "*"
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def _common(modules: Iterable[str]) -> str:
-    """The longest path that all paths begin with; ops without a path do not count."""
-    paths = [module.split(".") for module in modules if module]
-    if not paths:
-        return ""
-    shared: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
-
-
-def _short(target: str) -> str:
-    """An op's target without what all targets share.
-
-    >>> _short("torch.ops.aten.native_dropout.default"), _short("torch.ops.mine.twist.default")
-    ('native_dropout', 'mine.twist')
-    """
-    if not target.startswith("torch.ops."):
-        return target.rpartition(".")[2]
-    namespace, _, name = target.removeprefix("torch.ops.").partition(".")
-    name = name.partition(".")[0]
-    return name if namespace in ("aten", "prims") else f"{namespace}.{name}"
-
-
-def _grouped(things: Iterable[T], keys: Iterable[Hashable]) -> list[list[T]]:
-    groups: dict[Hashable, list[T]] = {}
-    for thing, key in zip(things, keys, strict=True):
-        groups.setdefault(key, []).append(thing)
-    return list(groups.values())
-
-
-# --- regions -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Look:
-    """How a region looks: its module path, and what of that module runs again."""
-
-    module: str
-    parts: tuple[str, ...]
-
-    @property
-    def pattern(self) -> Hashable:
-        """What makes two regions the same row."""
-        return _pattern(self.module), tuple(dict.fromkeys(map(_pattern, self.parts)))
-
-
-def _look(graph: Graph, region: Region) -> _Look:
-    ops = [graph.op(name) for name in region.ops]
-    module = _common(op.where.module for op in ops)
-    return _Look(module, tuple(dict.fromkeys(_part(op, module) for op in ops)))
-
-
-def _part(op: Op, module: str) -> str:
-    """The submodule that an op is in, or the op where it is the module's own."""
-    inner = op.where.module.removeprefix(module).strip(".")
-    return inner or _short(op.target)
-
-
-def _regions(facts: _Facts) -> str:
-    plan = facts.plan
-    if not plan.regions:
-        return ""
-    looks = {region: _look(plan.graph, region) for region in plan.regions}
-    groups = _grouped(plan.regions, (looks[region].pattern for region in plan.regions))
-    groups.sort(key=facts.freed_by, reverse=True)
-    shown, rest = _first(groups, REGION_ROWS)
-    rows = [_region_row(facts, _title([looks[r] for r in group]), group) for group in shown]
-    if rest:
-        hidden = [region for group in rest for region in group]
-        rows.append(_region_row(facts, f"and {len(rest)} more", hidden))
-    if len(groups) > 1:
-        rows.append(_region_row(facts, "all", plan.regions))
-    headers = [
-        "runs again in the backward",
-        "regions",
-        "ops",
-        "frees",
-        "times",
-        "extra FLOP",
-        "extra time",
-    ]
-    return _table(headers, rows, right=range(1, 7), flexible=0, cut=_beginning)
-
-
-def _first(groups: list[T], count: int) -> tuple[list[T], list[T]]:
-    """The first rows, and the rest: never a rest of one, which needs a row as well."""
-    count = count if len(groups) > count + 1 else count + 1
-    return groups[:count], groups[count:]
-
-
-def _title(looks: Sequence[_Look]) -> str:
-    module = _merged([look.module for look in looks])
-    parts = looks[0].parts
-    if len(looks) > 1:  # whose numbers differ
-        parts = tuple(dict.fromkeys(map(_pattern, parts)))
-    return ": ".join(part for part in (module, ", ".join(parts)) if part)
-
-
-def _region_row(facts: _Facts, title: str, regions: Sequence[Region]) -> list[str]:
-    ops = [facts.graph.op(name) for region in regions for name in region.ops]
-    times = sorted({facts.again[op.name] for op in ops})
-    return [
-        title,
-        str(len(regions)),
-        str(len(ops)),
-        format_bytes(facts.freed_by(regions)),
-        f"{times[0]}x" if len(times) == 1 else f"{times[0]}-{times[-1]}x",
-        format_count(sum(op.flops for op in ops)),
-        format_seconds(sum(op.seconds for op in ops)),
-    ]
-
-
-# --- saved tensors -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """One storage that is alive between forward and backward.
+@dataclass
+class _Group:
+    """Regions that look the same.
 
     Attributes:
-        name: of the value that it was made for; one of several results as ``split[1]``.
-        op: what made it.
-        nbytes: its size.
-        reason: why it is kept, without figures.
-        seconds: time to compute it again, where that is the reason, else 0.
+        places: the module path of each.
+        what: the ops, in words.
+        regions: how many there are.
+        runs: runs of ops in all of them.
+        often: how often each of the ops runs again in the whole step.
+        nbytes: bytes that are not kept from forward to backward, because these regions make them.
+        flops: floating point operations of all the runs.
+        seconds: estimated time of all the runs.
     """
 
-    name: str
-    op: Op
-    nbytes: int
-    reason: str
+    places: list[Place]
+    what: str
+    regions: int = 0
+    runs: int = 0
+    often: set[int] = field(default_factory=set)
+    nbytes: int = 0
+    flops: int = 0
     seconds: float = 0.0
 
-    @property
-    def look(self) -> Hashable:
-        """What makes two of them the same row."""
-        where = self.op.where
-        place = self.name.partition("[")[2]
-        return (self.op.target, place, _pattern(where.module), where.source, self.reason)
 
-
-def _saved(facts: _Facts) -> str:
-    if not facts.kept:
+def _regions(plan: Plan) -> str:
+    groups = _grouped_regions(plan)
+    if not groups:
         return ""
-    starts = _region_starts(facts.graph, facts.plan.schedule)
-    kept = [_kept_tensor(facts, storage, starts) for storage in facts.kept]
-    groups = _grouped(kept, ((item.look, item.nbytes) for item in kept))
-    groups.sort(key=lambda group: sum(item.nbytes for item in group), reverse=True)
-    shown, rest = _first(groups, SAVED_ROWS)
-    rows = [_saved_row(group) for group in shown]
-    if rest:
-        hidden = [item for group in rest for item in group]
-        rows.append([f"and {len(hidden)} more", _total(hidden), "", "", ""])
-    if len(groups) > 1:
-        rows.append([f"all {len(kept)}", _total(kept), "", "", ""])
-    headers = ["saved tensor (+n alike)", "bytes", "module", "source", "why"]
-    return _table(headers, rows, right=(1,), flexible=2, cut=_ending)
-
-
-def _total(kept: Iterable[_Kept]) -> str:
-    return format_bytes(sum(item.nbytes for item in kept))
-
-
-def _saved_row(group: Sequence[_Kept]) -> list[str]:
-    first = group[0]
-    name = _ending(first.name, 24)
-    seconds = sum(item.seconds for item in group)
-    reason = f"{first.reason}: {format_seconds(seconds)}" if seconds else first.reason
-    return [
-        name if len(group) == 1 else f"{name} +{len(group) - 1}",
-        _total(group),
-        _merged([item.op.where.module for item in group]),
-        first.op.where.source,
-        textwrap.fill(reason, 26),
-    ]
-
-
-def _kept_tensor(facts: _Facts, storage: str, starts: Collection[str]) -> _Kept:
-    op, name = facts.makers[storage]
-    nbytes = facts.nbytes(storage)
-    seconds = 0.0
-    if _is_held(facts, storage):
-        reason = "the caller holds it"
-    elif facts.graph.values[name].kind is Kind.RNG_STATE:
-        reason = f"generator state for replay of {_short(op.target)}"
-    elif not op.may_run_again:
-        reason = f"its op may not run again: {_forbidden(op)}"
-    elif storage in starts:
-        reason = "a region starts from it"
-    else:
-        seconds = facts.remake_seconds(storage)
-        reason = "dear to recompute"
-        if not _is_dear(facts, seconds, nbytes):
-            seconds, reason = 0.0, "the limit has room for it"
-    return _Kept(_shown_name(op, name), op, nbytes, reason, seconds)
-
-
-def _is_held(facts: _Facts, storage: str) -> bool:
-    return any(facts.storages[name] == storage for name in facts.graph.outputs)
-
-
-def _forbidden(op: Op) -> str:
-    return next(words for trait, words in _REASONS.items() if trait in op.traits)
-
-
-def _is_dear(facts: _Facts, seconds: float, nbytes: int) -> bool:
-    """Whether a tensor costs more time per byte than what the plan computes again, on average."""
-    return seconds * facts.freed_bytes > facts.plan.extra_seconds * nbytes
-
-
-def _shown_name(op: Op, name: str) -> str:
-    """The value's name, or which result of its op it is, where only a getitem names it."""
-    results = [n for n in op.outputs if n != f"{op.name}:rng"]
-    if name == op.name or name not in results:
-        return name
-    return f"{op.name}[{results.index(name)}]"
-
-
-def _region_starts(graph: Graph, schedule: Schedule) -> frozenset[str]:
-    """Storages as the forward left them that an op which runs again reads, also through views."""
-    old = {name for op in graph.forward for name in op.outputs}
-    found: set[str] = set()
-    for name in schedule.backward:
-        op = graph.op(name)
-        if op.phase is not Phase.FORWARD:
-            continue
-        sources = {graph.values[x].storage for x in reads(op, True) if x in old}
-        if not op.is_view:
-            found |= sources
-        for made in makes(op, True):
-            if graph.values[made].storage not in sources:
-                old.discard(made)
-    return frozenset(found)
-
-
-# --- figures -----------------------------------------------------------------------------------
-
-
-def _figures(plan: Plan) -> str:
+    shown = groups if len(groups) <= REGION_ROWS + 1 else groups[:REGION_ROWS]
+    places = [_tail(_pattern(group.places), 26) for group in shown]
+    room = 48 - max(map(len, places))
     rows = [
-        ["activation peak", *_pair(plan.baseline_peak_bytes, plan.peak_bytes), _peak_at(plan)],
-        *_device_rows(plan),
-        ["with gradients", *_pair(plan.baseline.step_peak_bytes, plan.step_peak_bytes), ""],
-        ["saved tensors", *_pair(plan.baseline.saved_bytes, plan.saved_bytes), ""],
-        ["floor", "", format_bytes(plan.floor_bytes), "the smallest limit that works"],
-        [
-            "estimated time",
-            format_seconds(plan.baseline_seconds),
-            format_seconds(plan.baseline_seconds + plan.extra_seconds),
-            _share(plan.extra_seconds, plan.baseline_seconds),
-        ],
+        _region_row(place, _start(group.what, room), group)
+        for place, group in zip(places, shown, strict=True)
     ]
-    return _table(["", "without", "planned", ""], rows, right=(1, 2), flexible=3, cut=_beginning)
+    if len(groups) > len(shown):
+        rest = _summed(groups[len(shown) :])
+        rows.append(_region_row(f"and {len(groups) - len(shown)} more", "", rest))
+    rows.append(_region_row("all", "", _summed(groups)))
+    headers = ("runs again in", "what", "regions", "ops", "times", "frees", "FLOP", "time")
+    return _table(headers, rows, "llrrrrrr")
 
 
-def _pair(before: int, after: int) -> tuple[str, str]:
-    return format_bytes(before), format_bytes(after)
-
-
-def _peak_at(plan: Plan) -> str:
-    name = plan.timeline.peak_at
-    if not name:
-        return ""
-    where = plan.graph.op(name).where
-    module = f" in {where.module}" if where.module else ""
-    source = f" ({where.source})" if where.source else ""
-    return f"at {name}{module}{source}"
-
-
-def _device_rows(plan: Plan) -> Iterator[list[str]]:
-    before, after = plan.baseline.device_peaks, plan.timeline.device_peaks
-    if len(before) > 1:
-        for device in sorted(before):
-            yield [f"  on {device}", *_pair(before[device], after.get(device, 0)), ""]
-
-
-def _curve(plan: Plan) -> str:
-    knee = _knee(plan)
-    rows = [
-        [
-            format_bytes(choice.limit_bytes),
-            _part_of(choice.limit_bytes, plan.baseline_peak_bytes),
-            format_bytes(choice.peak_bytes),
-            _share(choice.extra_seconds, plan.baseline_seconds),
-            "<- this plan" if choice is knee else "",
-        ]
-        for choice in plan.choices
-    ]
-    return _table(
-        ["limit", "share", "peak", "extra time", ""],
-        rows,
-        right=range(4),
-        flexible=4,
-        cut=_beginning,
+def _region_row(where: str, what: str, group: _Group) -> tuple[str, ...]:
+    return (
+        where,
+        what,
+        str(group.regions),
+        str(group.runs),
+        "-".join(map(str, dict.fromkeys([min(group.often), max(group.often)]))),
+        format_bytes(group.nbytes),
+        format_count(group.flops),
+        format_seconds(group.seconds),
     )
 
 
-def _part_of(nbytes: int, whole: int) -> str:
-    return f"{100 * nbytes / whole:.0f} %" if whole else ""
+def _summed(groups: Sequence[_Group]) -> _Group:
+    return _Group(
+        places=[],
+        what="",
+        regions=sum(g.regions for g in groups),
+        runs=sum(g.runs for g in groups),
+        often={count for g in groups for count in g.often},
+        nbytes=sum(g.nbytes for g in groups),
+        flops=sum(g.flops for g in groups),
+        seconds=sum(g.seconds for g in groups),
+    )
 
 
-def _picture(plan: Plan) -> str:
-    """The live bytes of the planned step and of the step without recompute, over its ops."""
-    width, height = PICTURE
-    before = _columns([step.live_bytes for step in plan.baseline.steps], width)
-    after = _columns(_by_baseline_op(plan), width)
-    top = max([*before, *after], default=0)
-    if not top:
-        return ""
-    lines = []
-    for row in range(height, 0, -1):
-        level = top * (row - 0.5) / height
-        label = format_bytes(top) if row == height else ""
-        cells = (
-            "#" if b >= level else "." if a >= level else " "
-            for a, b in zip(before, after, strict=True)
-        )
-        lines.append(f"{label:>8} |{''.join(cells)}".rstrip())
-    lines.append(f"{'0 B':>8} +{'-' * width}")
-    lines.append(f"{'':>10}{_halves(plan, width)}")
-    lines.append(f"{'':>10}live activation bytes:  # planned   . without recompute")
-    return "\n".join(lines)
+def _grouped_regions(plan: Plan) -> list[_Group]:
+    """Regions that look the same, together; those that free the most come first."""
+    graph = plan.graph
+    counts = schedules.recomputed(graph, plan.schedule)
+    freed = _between(graph, Schedule.keeping_everything(graph))
+    for storage in _between(graph, plan.schedule):
+        freed.pop(storage, None)
+    found: dict[tuple[Place, str], _Group] = {}
+    for region in plan.regions:
+        ops = [graph.op(name) for name in region.ops]
+        place, what = _place(ops), _what(ops)
+        group = found.setdefault((_wild(place), what), _Group([], what))
+        group.places.append(place)
+        _add(group, graph, region, counts, freed)
+    return sorted(found.values(), key=lambda g: (-g.nbytes, -g.seconds))
 
 
-def _by_baseline_op(plan: Plan) -> list[int]:
-    """Live bytes at each op of the step; what runs again counts with the op it runs for."""
-    found: list[int] = []
-    pending = 0
-    for step in plan.timeline.steps:
-        pending = max(pending, step.live_bytes)
-        if not step.again:
-            found.append(pending)
-            pending = 0
+def _add(
+    group: _Group,
+    graph: Graph,
+    region: Region,
+    counts: Mapping[str, int],
+    freed: dict[str, list[Value]],
+) -> None:
+    """Adds a region; a storage counts for the first region that makes it."""
+    group.regions += 1
+    for name in region.ops:
+        op = graph.op(name)
+        group.runs += 1
+        group.often.add(counts[name])
+        group.flops += op.flops
+        group.seconds += op.seconds
+        for storage in _made(graph, op):
+            values = freed.pop(storage, None)
+            group.nbytes += values[0].nbytes if values else 0
+
+
+def _made(graph: Graph, op: Op) -> Iterator[str]:
+    """Storages that a run of an op allocates."""
+    sources = {graph.values[name].storage for name in op.inputs}
+    storages = dict.fromkeys(graph.values[name].storage for name in op.outputs)
+    yield from (storage for storage in storages if storage not in sources)
+
+
+def _between(graph: Graph, schedule: Schedule) -> dict[str, list[Value]]:
+    """Storages alive between forward and backward, each with its values that are."""
+    made = {name for op in graph.forward for name in op.outputs}
+    held = [name for name in graph.outputs if name in made]
+    found: dict[str, list[Value]] = {}
+    for name in dict.fromkeys([*schedules.saved(graph, schedule), *held]):
+        value = graph.values[name]
+        if is_charged(value):
+            found.setdefault(value.storage, []).append(value)
     return found
 
 
-def _columns(live: Sequence[int], width: int) -> list[int]:
-    """The largest of each of `width` stretches; the same one twice where there are too few."""
-    if not live:
-        return [0] * width
-    starts = [column * len(live) // width for column in range(width + 1)]
-    pairs = pairwise(starts)
-    return [max(live[a : max(b, a + 1)]) for a, b in pairs]
+# --- names of places and ops --------------------------------------------------------------------
 
 
-def _halves(plan: Plan, width: int) -> str:
-    total = max(1, len(plan.baseline.steps))
-    split = round(width * plan.baseline.forward_runs / total)
-    return f"{'forward'[:split].ljust(split)}{'backward'[: width - split]}"
+def _place(ops: Sequence[Op]) -> Place:
+    """The module that holds all of some ops; of numbered neighbours, all their numbers."""
+    paths = list(dict.fromkeys(tuple(op.where.module.split(".")) for op in ops))
+    shared: list[Component] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            if all(part.isdigit() for part in parts):
+                shared.append(tuple(sorted({int(part) for part in parts})))
+            break
+        shared.append((int(parts[0]),) if parts[0].isdigit() else parts[0])
+    return tuple(shared)
+
+
+def _wild(place: Place) -> Place:
+    return tuple(part if isinstance(part, str) else "*" for part in place)
+
+
+def _pattern(places: Sequence[Place]) -> str:
+    """Paths that differ in numbers only, as one."""
+    parts = (_either(parts) for parts in zip(*places, strict=True))
+    return ".".join(parts) or "(model)"
+
+
+def _either(parts: Sequence[Component]) -> str:
+    if isinstance(parts[0], str):
+        return parts[0]
+    numbers = sorted({n for part in parts if not isinstance(part, str) for n in part})
+    return str(numbers[0]) if len(numbers) == 1 else f"[{_ranges(numbers)}]"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers in short.
+
+    >>> _ranges([0, 1, 2, 5]), _ranges([0, 2, 4, 6, 8])
+    ('0-2,5', '0..8')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if len(runs) > 3:
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _what(ops: Sequence[Op]) -> str:
+    return " ".join(dict.fromkeys(_short(op) for op in ops))
+
+
+def _short(op: Op) -> str:
+    """What an op computes, as people call it.
+
+    >>> _short(Op("f", "torch.ops.aten.native_layer_norm.default", (), (), Phase.FORWARD))
+    'layer_norm'
+    """
+    parts = op.target.split(".")
+    name = parts[3] if op.target.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
+    return name.strip("_").removeprefix("native_").removeprefix("scaled_dot_product_")
+
+
+# --- what is kept -------------------------------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    """Kept storages that look the same.
+
+    Attributes:
+        names: the first value in each storage.
+        places: modules that made them.
+        source: source line of the first.
+        reason: why they are kept; what it would cost to make them again if it is for time alone.
+        nbytes: bytes of all.
+        makers: the ops that made them, with the estimated time of one more run.
+    """
+
+    names: list[str]
+    places: list[Place]
+    source: str
+    reason: str
+    nbytes: int = 0
+    makers: dict[str, float] = field(default_factory=dict)
+
+
+def _saved(plan: Plan) -> str:
+    groups = _grouped_saved(plan)
+    if not groups:
+        return ""
+    shown = groups if len(groups) <= SAVED_ROWS + 1 else groups[:SAVED_ROWS]
+    rows = [_kept_row(group) for group in shown]
+    rest = groups[len(shown) :]
+    if rest:
+        tensors = sum(len(g.names) for g in rest)
+        rows.append((f"and {tensors} more", "", format_bytes(sum(g.nbytes for g in rest)), "", ""))
+    rows.append(
+        (
+            f"all {sum(len(g.names) for g in groups)}",
+            "",
+            format_bytes(sum(g.nbytes for g in groups)),
+            "",
+            "",
+        )
+    )
+    return _table(("kept", "made in", "bytes", "line", "because"), rows, "llrll")
+
+
+def _kept_row(group: _Kept) -> tuple[str, ...]:
+    more = f" +{len(group.names) - 1}" if len(group.names) > 1 else ""
+    name = _start(group.names[0], 18 - len(more)) + more
+    because = group.reason or f"it saves {format_seconds(sum(group.makers.values()))}"
+    where = _tail(_pattern(group.places), 24)
+    line = _tail(group.source, 22)
+    return (name, where, format_bytes(group.nbytes), line, "\n".join(textwrap.wrap(because, 24)))
+
+
+def _grouped_saved(plan: Plan) -> list[_Kept]:
+    """Kept storages that look the same, together; the largest come first."""
+    graph = plan.graph
+    makers = {storage: op for op in reversed(graph.forward) for storage in _made(graph, op)}
+    starts = _starts(graph, plan.schedule)
+    found: dict[tuple[Place, str, str], _Kept] = {}
+    for storage, values in _between(graph, plan.schedule).items():
+        op = makers[storage]
+        place, reason = _place([op]), _reason(graph, op, values, storage in starts)
+        group = found.setdefault(
+            (_wild(place), _short(op), reason), _Kept([], [], op.where.source, reason)
+        )
+        group.names.append(values[0].name)
+        group.places.append(place)
+        group.nbytes += values[0].nbytes
+        group.makers[op.name] = op.seconds
+    return sorted(found.values(), key=lambda g: -g.nbytes)
+
+
+def _reason(graph: Graph, op: Op, values: Iterable[Value], is_start: bool) -> str:
+    """Why a storage is kept; "" if only because to make it again takes time."""
+    if any(value.kind is Kind.RNG_STATE for value in values):
+        return f"replays {_short(op)}"
+    held = set(graph.outputs)
+    if any(value.name in held for value in values):
+        return "the caller holds it"
+    if not op.may_run_again:
+        return "runs once: " + next(WHY_ONCE[trait] for trait in Trait if trait in op.traits & ONCE)
+    return "a region starts from it" if is_start else ""
+
+
+def _starts(graph: Graph, schedule: Schedule) -> set[str]:
+    """Storages from the forward that an op which runs again reads."""
+    again: set[str] = set()
+    found: set[str] = set()
+    for name in schedule.backward:
+        op = graph.op(name)
+        if op.phase is Phase.FORWARD and not op.is_view:
+            found.update(graph.values[n].storage for n in op.inputs)
+            found -= again
+            again.update(_made(graph, op))
+    return found
+
+
+# --- peaks, choices, picture, notes -------------------------------------------------------------
+
+
+def _peaks(plan: Plan) -> str:
+    before, after = plan.baseline, plan.timeline
+    seconds = plan.baseline_seconds
+    rows = [
+        _both("peak of activations", before.peak_bytes, after.peak_bytes, _peak_at(plan)),
+        _both("peak with gradients", before.step_peak_bytes, after.step_peak_bytes, ""),
+        _both("kept for the backward", before.saved_bytes, after.saved_bytes, ""),
+        ("floor: lowest limit found", "", format_bytes(plan.floor_bytes), ""),
+        (
+            "time of a step, estimated",
+            format_seconds(seconds),
+            format_seconds(seconds + plan.extra_seconds),
+            "",
+        ),
+    ]
+    return _table(("", "no recompute", "planned", "planned peak at"), rows, "lrrl")
+
+
+def _both(name: str, before: int, after: int, where: str) -> tuple[str, ...]:
+    return (name, format_bytes(before), format_bytes(after), where)
+
+
+def _peak_at(plan: Plan) -> str:
+    found = plan.timeline
+    if not found.steps:
+        return ""
+    op = plan.graph.op(found.peak_at)
+    half = {"forward": "forward", "backward": "backward", "again": "run again"}
+    module = f" in {op.where.module}" if op.where.module else ""
+    return _start(f"{op.name}{module}, {half[_half(found, found.peak_index)]}", 50)
+
+
+def _choices(plan: Plan) -> str:
+    whole = plan.baseline_peak_bytes
+    rows = [
+        (
+            format_bytes(choice.limit_bytes),
+            _percent(choice.limit_bytes, whole),
+            format_bytes(choice.peak_bytes),
+            _more_time(plan, choice.extra_seconds).removesuffix(" time"),
+            "<- this plan" if choice.peak_bytes == plan.peak_bytes else "",
+        )
+        for choice in plan.choices
+    ]
+    return _table(("limit", "of the peak", "peak", "more time", ""), rows, "rrrrl")
+
+
+def _picture(plan: Plan) -> str:
+    """Activation bytes over the step; what runs again stands at the op that it runs for."""
+    columns, height = PICTURE
+    before = _profile(plan, plan.baseline, columns)
+    after = _profile(plan, plan.timeline, columns)
+    top = max([*before, *after, 1])
+    lines = [f"{'':10}activation bytes, op by op:  # planned   : no recompute"]
+    for row in range(height):
+        level = top * (2 * (height - row) - 1) / (2 * height)
+        cells = (
+            "#" if a >= level else ":" if b >= level else " "
+            for a, b in zip(after, before, strict=True)
+        )
+        label = format_bytes(top * (height - row) // height) if row % 3 == 0 else ""
+        lines.append(f"{label:>8} |{''.join(cells)}".rstrip())
+    turn = len(plan.graph.forward) * columns // max(1, len(plan.graph.ops))
+    lines.append(f"{'0 B':>8} +{'-' * turn}|{'-' * max(0, columns - turn - 1)}")
+    lines.append(f"{'':10}{'forward':<{turn}} {'backward'}")
+    return "\n".join(lines)
+
+
+def _profile(plan: Plan, timeline: Timeline, columns: int) -> list[int]:
+    """Live bytes in each column, the largest where several runs share one."""
+    place = {op.name: i for i, op in enumerate(plan.graph.ops)}
+    found = [0] * columns
+    now = len(place) - 1
+    for step in reversed(timeline.steps):
+        now = now if step.again else place[step.op]
+        column = now * columns // len(place)
+        found[column] = max(found[column], step.live_bytes)
+    return found
 
 
 def _notes(plan: Plan) -> str:
-    if not plan.notes:
-        return ""
-    wrapped = (
+    return "\n".join(
         textwrap.fill(
-            note,
+            f"note: {note}",
             WIDTH,
-            initial_indent="- ",
-            subsequent_indent="  ",
+            subsequent_indent=" " * 6,
             break_long_words=False,
             break_on_hyphens=False,
         )
         for note in plan.notes
     )
-    return "\n".join(["notes:", *wrapped])
 
 
-# --- laying out --------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------
 
 
-def _table(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Collection[int],
-    flexible: int,
-    cut: Callable[[str, int], str],
-) -> str:
-    """A table of at most `WIDTH` columns, if shortening its flexible column is enough."""
-    fixed = sum(
-        max((len(line) for cell in column for line in cell.split("\n")), default=0) + 2
-        for i, column in enumerate(zip(headers, *rows, strict=True))
-        if i != flexible
-    )
-    room = max(20, WIDTH - fixed)
-    fitted = [
-        [cut(cell, room) if i == flexible else cell for i, cell in enumerate(row)] for row in rows
-    ]
-    laid_out = tabulate(
-        fitted,
-        headers=headers,
-        tablefmt="simple",
-        disable_numparse=True,
-        colalign=["right" if i in right else "left" for i in range(len(headers))],
-    )
-    return "\n".join(line.rstrip() for line in laid_out.splitlines())
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
+    """A table with a line under its headers; `align` has "l" or "r" for each column."""
+    sides = [{"l": "left", "r": "right"}[side] for side in align]
+    # The headers are a row like any other: tabulate makes columns wider than their headers.
+    table = tabulate([headers, *rows], tablefmt="plain", disable_numparse=True, colalign=sides)
+    lines = [line.rstrip() for line in table.splitlines()]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def _beginning(words: str, width: int) -> str:
-    return words if len(words) <= width else words[: width - 3] + "..."
+def _start(name: str, width: int) -> str:
+    return name if len(name) <= width else name[: width - 2] + ".."
 
 
-def _ending(words: str, width: int) -> str:
-    """The end of a long path, which says more than its beginning; whole names, if one fits."""
-    if len(words) <= width:
-        return words
-    end = words[3 - width :]
-    _, dot, names = end.partition(".")
-    return f"...{names if dot else end}"
+def _tail(path: str, width: int) -> str:
+    """The end of a dotted path, from a dot on if that leaves something.
+
+    >>> _tail("transformer.h.[0-5].attn.c_attn", 24), _tail("configuration_utils.py:7", 20)
+    ('..h.[0-5].attn.c_attn', '..uration_utils.py:7')
+    """
+    if len(path) <= width:
+        return path
+    end = path[2 - width :]
+    _, dot, rest = end.partition(".")
+    return f"..{rest if dot and len(rest) > width // 2 else end}"
 
 
 def _ascii(words: str) -> str:
     return words.encode("ascii", "backslashreplace").decode("ascii")
-
-
-__all__ = ["text", "timeline_text"]
