@@ -52,8 +52,8 @@ def gpt2_plan() -> fxrecals.Plan:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=256,
-        n_positions=256,
+        vocab_size=64,
+        n_positions=128,
         n_embd=256,
         n_layer=6,
         n_head=8,
@@ -61,7 +61,7 @@ def gpt2_plan() -> fxrecals.Plan:
         eos_token_id=1,
         use_cache=False,
     )
-    ids = torch.zeros(4, 256, dtype=torch.long)
+    ids = torch.zeros(4, 128, dtype=torch.long)
     example = {"input_ids": ids, "labels": ids.clone()}
     return fxrecals.plan(GPT2LMHeadModel(config).train(), example, limit="35%")
 
