@@ -10,7 +10,7 @@ share one row: ``layers.[0-11].mlp``.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -357,12 +357,12 @@ class _Kept:
     """Kept storages that look the same.
 
     Attributes:
-        names: the first value in each storage.
+        names: what each storage was made for: an op's name, ``split[1]`` where it makes several.
         places: modules that made them.
         source: source line of the first.
         reason: why they are kept; what it would cost to make them again if it is for time alone.
         nbytes: bytes of all.
-        makers: the ops that made them, with the estimated time of one more run.
+        remakers: the ops that would make them again from what else is kept, with their times.
     """
 
     names: list[str]
@@ -370,7 +370,7 @@ class _Kept:
     source: str
     reason: str
     nbytes: int = 0
-    makers: dict[str, float] = field(default_factory=dict)
+    remakers: dict[str, float] = field(default_factory=dict)
 
 
 def _saved(plan: Plan) -> str:
@@ -397,10 +397,10 @@ def _saved(plan: Plan) -> str:
 
 def _kept_row(group: _Kept) -> tuple[str, ...]:
     more = f" +{len(group.names) - 1}" if len(group.names) > 1 else ""
-    name = _start(group.names[0], 18 - len(more)) + more
-    because = group.reason or f"it saves {format_seconds(sum(group.makers.values()))}"
-    where = _tail(_pattern(group.places), 24)
-    line = _tail(group.source, 22)
+    name = _middle(group.names[0], 22 - len(more)) + more
+    because = group.reason or f"it saves {format_seconds(sum(group.remakers.values()))}"
+    where = _tail(_pattern(group.places), 22)
+    line = _tail(group.source, 21)
     return (name, where, format_bytes(group.nbytes), line, "\n".join(textwrap.wrap(because, 24)))
 
 
@@ -409,18 +409,29 @@ def _grouped_saved(plan: Plan) -> list[_Kept]:
     graph = plan.graph
     makers = {storage: op for op in reversed(graph.forward) for storage in _made(graph, op)}
     starts = _starts(graph, plan.schedule)
-    found: dict[tuple[Place, str, str], _Kept] = {}
-    for storage, values in _between(graph, plan.schedule).items():
+    found: dict[tuple[Place, str, str, str], _Kept] = {}
+    kept = _between(graph, plan.schedule)
+    for storage, values in kept.items():
         op = makers[storage]
         place, reason = _place([op]), _reason(graph, op, values, storage in starts)
+        which = _which(graph, op, storage)
         group = found.setdefault(
-            (_wild(place), _short(op), reason), _Kept([], [], op.where.source, reason)
+            (_wild(place), _short(op), which, reason), _Kept([], [], op.where.source, reason)
         )
-        group.names.append(values[0].name)
+        group.names.append(op.name + which)
         group.places.append(place)
         group.nbytes += values[0].nbytes
-        group.makers[op.name] = op.seconds
+        if not reason:
+            group.remakers.update(_remakers(graph, op, kept))
     return sorted(found.values(), key=lambda g: -g.nbytes)
+
+
+def _which(graph: Graph, op: Op, storage: str) -> str:
+    """Which result of an op lives in a storage: "" for the only one, or ``[1]``, or ``:rng``."""
+    index = [graph.values[name].storage for name in op.outputs].index(storage)
+    if op.is_random and index == len(op.outputs) - 1:
+        return ":rng"
+    return f"[{index}]" if len(op.outputs) - op.is_random > 1 else ""
 
 
 def _reason(graph: Graph, op: Op, values: Iterable[Value], is_start: bool) -> str:
@@ -433,6 +444,20 @@ def _reason(graph: Graph, op: Op, values: Iterable[Value], is_start: bool) -> st
     if not op.may_run_again:
         return "runs once: " + next(WHY_ONCE[trait] for trait in Trait if trait in op.traits & ONCE)
     return "a region starts from it" if is_start else ""
+
+
+def _remakers(graph: Graph, op: Op, kept: Collection[str]) -> Iterator[tuple[str, float]]:
+    """What must run to make an op's results again from the storages that are kept."""
+    seen = {op.name}
+    stack = [op]
+    while stack:
+        now = stack.pop()
+        yield now.name, now.seconds
+        for name in now.inputs:
+            source = graph.producer.get(name)
+            if source and source.name not in seen and graph.values[name].storage not in kept:
+                seen.add(source.name)
+                stack.append(source)
 
 
 def _starts(graph: Graph, schedule: Schedule) -> set[str]:
@@ -456,6 +481,7 @@ def _peaks(plan: Plan) -> str:
     seconds = plan.baseline_seconds
     rows = [
         _both("peak of activations", before.peak_bytes, after.peak_bytes, _peak_at(plan)),
+        *_device_peaks(before, after),
         _both("peak with gradients", before.step_peak_bytes, after.step_peak_bytes, ""),
         _both("kept for the backward", before.saved_bytes, after.saved_bytes, ""),
         ("floor: lowest limit found", "", format_bytes(plan.floor_bytes), ""),
@@ -467,6 +493,13 @@ def _peaks(plan: Plan) -> str:
         ),
     ]
     return _table(("", "no recompute", "planned", "planned peak at"), rows, "lrrl")
+
+
+def _device_peaks(before: Timeline, after: Timeline) -> Iterator[tuple[str, ...]]:
+    if len(before.device_peaks) > 1:
+        for device in sorted(before.device_peaks):
+            planned = after.device_peaks.get(device, 0)
+            yield _both(f"on {device}", before.device_peaks[device], planned, "")
 
 
 def _both(name: str, before: int, after: int, where: str) -> tuple[str, ...]:
@@ -558,6 +591,18 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) ->
 
 def _start(name: str, width: int) -> str:
     return name if len(name) <= width else name[: width - 2] + ".."
+
+
+def _middle(name: str, width: int) -> str:
+    """A name without its middle.
+
+    >>> _middle("_scaled_dot_product_flash_attention_for_cpu[0]", 20)
+    '_scaled_dot_..cpu[0]'
+    """
+    if len(name) <= width:
+        return name
+    end = min(6, width // 2)
+    return f"{name[: width - 2 - end]}..{name[-end:]}"
 
 
 def _tail(path: str, width: int) -> str:
