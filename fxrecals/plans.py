@@ -174,21 +174,12 @@ class Plan:
         """
         try:
             data = json.loads(text)
-            version = data["version"]
+            if data["version"] == VERSION:
+                return _read_plan(data)
         except (ValueError, KeyError, TypeError) as error:
             raise FxrecalsError("this is not a plan that Plan.to_json wrote") from error
-        if version != VERSION:
-            raise FxrecalsError(
-                f"the plan has layout {version}; this fxrecals reads layout {VERSION}"
-            )
-        return Plan(
-            graph=_read_graph(data["graph"]),
-            schedule=Schedule(*(tuple(data["schedule"][k]) for k in ("forward", "backward"))),
-            limit_bytes=data["limit_bytes"],
-            floor_bytes=data["floor_bytes"],
-            choices=tuple(Choice(**choice) for choice in data["choices"]),
-            solver=data["solver"],
-            notes=tuple(data["notes"]),
+        raise FxrecalsError(
+            f"the plan has layout {data['version']}; this fxrecals reads layout {VERSION}"
         )
 
     def export(self, folder: str | Path) -> Path:
@@ -223,6 +214,18 @@ def _op_data(op: Op) -> dict[str, Any]:
     return {**asdict(op), "traits": sorted(trait.value for trait in op.traits)}
 
 
+def _read_plan(data: Mapping[str, Any]) -> Plan:
+    return Plan(
+        graph=_read_graph(data["graph"]),
+        schedule=Schedule(*(tuple(data["schedule"][k]) for k in ("forward", "backward"))),
+        limit_bytes=data["limit_bytes"],
+        floor_bytes=data["floor_bytes"],
+        choices=tuple(Choice(**choice) for choice in data["choices"]),
+        solver=data["solver"],
+        notes=tuple(data["notes"]),
+    )
+
+
 def _read_graph(data: Mapping[str, Any]) -> Graph:
     values = [Value(**{**v, "kind": Kind(v["kind"])}) for v in data["values"]]
     return Graph(
@@ -233,7 +236,7 @@ def _read_graph(data: Mapping[str, Any]) -> Graph:
 
 
 def _read_op(data: Mapping[str, Any]) -> Op:
-    read = {
+    read: dict[str, Any] = {
         "inputs": tuple(data["inputs"]),
         "outputs": tuple(data["outputs"]),
         "phase": Phase(data["phase"]),
