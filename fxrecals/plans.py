@@ -227,12 +227,17 @@ def _read_plan(data: Mapping[str, Any]) -> Plan:
 
 
 def _read_graph(data: Mapping[str, Any]) -> Graph:
-    values = [Value(**{**v, "kind": Kind(v["kind"])}) for v in data["values"]]
+    values = [_read_value(value) for value in data["values"]]
     return Graph(
         ops=tuple(_read_op(op) for op in data["ops"]),
         values={value.name: value for value in values},
         outputs=tuple(data["outputs"]),
     )
+
+
+def _read_value(data: Mapping[str, Any]) -> Value:
+    read: dict[str, Any] = {"kind": Kind(data["kind"])}
+    return Value(**{**data, **read})
 
 
 def _read_op(data: Mapping[str, Any]) -> Op:
