@@ -124,7 +124,9 @@ def draw(name: str, kept: Curve, planned: Curve, limit_mb: float, title: str) ->
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fxrecals", "svg.fonttype": "none", "font.size": 11})
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "fxrecals", "svg.fonttype": "none", "font.size": 11}
+    )
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 3.4), layout="constrained")

@@ -151,7 +151,9 @@ def measure(step: Callable[[], Any], owner: nn.Module) -> tuple[int, Any]:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         out = step()
-    gradients = {p.grad.untyped_storage().data_ptr() for p in owner.parameters() if p.grad is not None}
+    gradients = {
+        p.grad.untyped_storage().data_ptr() for p in owner.parameters() if p.grad is not None
+    }
     events = memory_events(prof)
     # An address serves many tensors in turn: a gradient is the last one that got its address.
     last = {address: i for i, (address, nbytes) in enumerate(events) if nbytes > 0}
