@@ -615,7 +615,7 @@ def _tail(path: str, width: int) -> str:
         return path
     end = path[2 - width :]
     _, dot, rest = end.partition(".")
-    return f"..{rest if dot and len(rest) > width // 2 else end}"
+    return f"..{rest if dot and len(rest) >= width // 2 else end}"
 
 
 def _ascii(words: str) -> str:
