@@ -75,7 +75,7 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Trains GPT-2 plainly and under a limit.")
     parser.add_argument("--limit", default="35%", help='such as "35%%" or "60MB" (default: 35%%)')
     parser.add_argument("--steps", type=int, help="of the optimizer (default: 12; quick: 3)")
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer steps")
