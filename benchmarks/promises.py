@@ -98,7 +98,7 @@ def limits(subject: Subject) -> list[list[Any]]:
             rows[-1].append(mib(error.floor_bytes))
             continue
         seconds = time.perf_counter() - begin
-        small = fxrecals.rewrite(subject.model, subject.inputs, plan.limit_bytes)
+        small = fxrecals.rewrite(subject.model, subject.inputs, plan)
         restore()
         wrong = measure.compare(plain, subject.record(small))
         restore()

@@ -54,14 +54,19 @@ def plan(
     >>> small.peak_bytes <= small.limit_bytes < small.baseline_peak_bytes
     True
     """
-    made, captured = _plan(model, example, limit, cost, solver, device)
+    check_solver(solver)
+    read = None if limit is None else parse_limit(limit)
+    priced = costing.named(cost)
+    captured = capture(model, example, device=device)
+    graph = step(captured, priced)
+    made = plan_graph(graph, read, solver=solver, notes=captured.breaks)
     return _with_export(made, captured)
 
 
 def rewrite(
     model: nn.Module,
     example: Any,
-    limit: LimitLike,
+    limit: LimitLike | Plan,
     *,
     cost: str | costing.Cost = "roofline",
     solver: str = "auto",
@@ -74,7 +79,7 @@ def rewrite(
     Args:
         model: a real model, in training mode as it will be trained.
         example: as for `plan`.
-        limit: as for `plan`.
+        limit: as for `plan`, or a plan that was made of this model and example.
         cost: as for `plan`.
         solver: as for `plan`.
 
@@ -87,12 +92,12 @@ def rewrite(
     >>> model[0].weight.grad is small[0].weight.grad
     True
     """
-    made, captured = _plan(model, example, limit, cost, solver, None)
+    options = {"cost": cost, "solver": solver}
+    made = limit if isinstance(limit, Plan) else plan(model, example, limit, **options)
+    nbytes = made.limit_bytes or made.peak_bytes
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
-    within = backend(
-        made.limit_bytes, inner="eager", cost=cost, solver=solver, planner=_planned(made, captured)
-    )
+    within = backend(nbytes, inner="eager", planner=_planned(made), **options)
 
     # Not twin.compile(): where the class is torch's own, such as nn.Sequential, Dynamo skips
     # every frame of it and compiles nothing. This function is a frame that it does not skip.
@@ -103,23 +108,7 @@ def rewrite(
     return twin
 
 
-def _plan(
-    model: nn.Module,
-    example: Any,
-    limit: LimitLike | None,
-    cost: str | costing.Cost,
-    solver: str,
-    device: str | torch.device | None,
-) -> tuple[Plan, Captured]:
-    check_solver(solver)
-    read = None if limit is None else parse_limit(limit)
-    priced = costing.named(cost)
-    captured = capture(model, example, device=device)
-    graph = step(captured, priced)
-    return plan_graph(graph, read, solver=solver, notes=captured.breaks), captured
-
-
-def _planned(made: Plan, captured: Captured) -> Planner:
+def _planned(made: Plan) -> Planner:
     """A planner that hands out the parts of a plan of the whole step, graph by graph.
 
     A graph that is no part of the plan, such as one for another batch size, is planned by itself.
@@ -128,10 +117,9 @@ def _planned(made: Plan, captured: Captured) -> Planner:
     def planner(
         graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None
     ) -> Schedule | Plan:
-        for run in captured.runs:
-            part = made.part(run.prefix, graph)
-            if part is not None:
-                return part
+        part = made.part_for(graph)
+        if part is not None:
+            return part
         return solve_within(graph, limit, solver=solver, allowance_bytes=allowance_bytes)
 
     return planner

@@ -49,6 +49,9 @@ STATE_BYTES = {"cpu": 5056, "cuda": 16}
 LOSS_TENSORS = 3
 """Tensors of the size of the tangents that the caller's loss holds beside them, at most."""
 
+LOSS_SCALAR_BYTES = 16
+"""Bytes of a loss and of the gradient that starts its backward, in any type."""
+
 PINNED = frozenset({Trait.MUTATES, Trait.RANDOM, Trait.OPAQUE, Trait.COLLECTIVE})
 """Traits of ops that stay in the half of the step in which they were traced."""
 
@@ -201,7 +204,7 @@ def read(
     back = (program.names(n) for n in program.outputs[num_fwd_outputs:] if isinstance(n, fx.Node))
     outside = [*_flat(held), *_flat(program.names(n) for n in tangents), *_flat(back)]
     kept = [name for name in dict.fromkeys(outside) if name in values]
-    return Graph(tuple(ops), values, tuple(kept))
+    return _with_loss_held(Graph(tuple(ops), values, tuple(kept)))
 
 
 def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
@@ -643,6 +646,26 @@ def _loss(
     return _caller(name, tuple(inputs), tuple(outputs), _loss_scratch(vals))
 
 
+def _with_loss_held(graph: Graph) -> Graph:
+    """`graph` with the value of a loss that the caller computes, and the gradient that starts its
+    backward: two numbers, held to the end."""
+    at = next(
+        (i for i, op in enumerate(graph.ops) if op.target == "caller" and op.scratch_bytes), -1
+    )
+    if at < 0:
+        return graph
+    loss = graph.ops[at]
+    like = graph.values[loss.outputs[0]]
+    name = f"{loss.name}:scalars"
+    scalars = Value(name, LOSS_SCALAR_BYTES, name, Kind.TANGENT, like.device)
+    held = replace(loss, outputs=(*loss.outputs, name))
+    return Graph(
+        (*graph.ops[:at], held, *graph.ops[at + 1 :]),
+        {**graph.values, name: scalars},
+        (*graph.outputs, name),
+    )
+
+
 def _caller(
     name: str,
     inputs: tuple[str, ...],
@@ -816,7 +839,7 @@ def step(captured: Captured, cost: Cost) -> Graph:
     backward, tangent_aliases = _joined_backward(parts, values)
     aliases.update(tangent_aliases)
     ops = (*forward, *backward)
-    return Graph(ops, _merged(ops, values, aliases, parts), _held(parts))
+    return _with_loss_held(Graph(ops, _merged(ops, values, aliases, parts), _held(parts)))
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,20 @@ class Plan:
         """Names of the values kept from the forward for the backward."""
         return schedule.saved(self.graph, self.schedule)
 
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What the names of ops begin with, for each graph of a step that has several."""
+        found = dict.fromkeys(
+            name.partition(".")[0] for name in self.schedule.forward if "." in name
+        )
+        return tuple(f"{name}." for name in found) or ("",)
+
+    def part_for(self, graph: Graph) -> Schedule | None:
+        """This plan's schedule of `graph`, which is one of those that the step is made of, by
+        itself; None if it is none of them."""
+        parts = (self.part(prefix, graph) for prefix in self.prefixes)
+        return next((part for part in parts if part is not None), None)
+
     def part(self, prefix: str, graph: Graph) -> Schedule | None:
         """The schedule of one of the graphs that the step is made of.
 

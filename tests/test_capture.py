@@ -59,7 +59,8 @@ def test_forward_comes_first_then_the_loss_then_the_backward() -> None:
     loss = graph.backward[0]
     assert (loss.name, loss.traits) == ("loss", frozenset({Trait.CALLER}))
     assert loss.inputs == ("tanh",)
-    assert [graph.values[name].kind for name in loss.outputs] == [Kind.TANGENT]
+    assert [graph.values[name].kind for name in loss.outputs] == [Kind.TANGENT, Kind.TANGENT]
+    assert loss.outputs[1] in graph.outputs  # the caller's loss, and the gradient that starts it
 
 
 def test_what_only_the_backward_uses_belongs_to_it_and_waits_for_its_reader() -> None:

@@ -22,7 +22,16 @@ LAYERS = {
     ),
     "torch": ({"_torch"}, {"rng"}, {"cost"}, {"capture"}, {"halves"}, {"engine"}),
     "view": ({"report", "plot"},),
-    "top": ({"plans"}, {"export"}, {"planning"}, {"dynamo"}, {"api"}, {"__init__"}, {"cli"}, {"__main__"}),
+    "top": (
+        {"plans"},
+        {"export"},
+        {"planning"},
+        {"dynamo"},
+        {"api"},
+        {"__init__"},
+        {"cli"},
+        {"__main__"},
+    ),
 }
 """Each layer may import those before it in its half, its own modules, and the halves below.
 

@@ -74,7 +74,7 @@ def descend(state: State, *, effort: int) -> Iterator[Snapshot]:
     last = state.toggles + effort
     best = state.snapshot()
     shrink = 0.1
-    while shrink > 0.005 and state.toggles < last:
+    while shrink > 0.005 and state.toggles < last and state.peak_bytes:
         target = int(state.peak_bytes * (1 - shrink))
         if lower(state, target, effort=last - state.toggles):
             best = state.snapshot()
@@ -157,8 +157,8 @@ def evictions(state: State, position: int) -> Iterator[Eviction]:
         start, end = state.span(storage, position) if maker < position else (position, position)
         if not start < position < end:
             continue
-        if storage in problem.held and start == maker:
-            continue
+        if end == problem.end:
+            continue  # the caller holds it
         eviction = next_eviction(state, storage, position, start, end)
         if eviction is not None:
             yield eviction

@@ -34,7 +34,10 @@ class Problem:
         nbytes: bytes of each storage.
         maker: position at which each storage is first made.
         readers: positions of the ops that read each storage, ascending.
-        held: storages that the caller holds to the end.
+        looks: for each forward position, storages of which a view is made right after it. That
+            is a read too, but one that does not happen again when the op runs again.
+        held: for each storage that the caller holds to the end, the positions at which the copy
+            is made that it holds: a forward output's first, or a backward view's.
         rng: for each position, the storage of its generator state, or -1.
         may_run_again: for each position, whether its op may run again.
         pinned: for each position, the (first, last) positions between which its op may not run
@@ -49,7 +52,8 @@ class Problem:
     nbytes: Ints
     maker: Ints
     readers: tuple[Ints, ...]
-    held: frozenset[int]
+    looks: Mapping[int, Ints]
+    held: Mapping[int, Ints]
     rng: Ints
     may_run_again: tuple[bool, ...]
     pinned: Mapping[int, tuple[tuple[int, int], ...]]
@@ -83,7 +87,6 @@ class Problem:
 
 def make_problem(graph: Graph) -> Problem:
     """Folds the views of `graph` away and numbers what is left."""
-    held_values = frozenset(graph.outputs)
     charged = _charged_storages(graph)
     positions = [op for op in graph.ops if op.phase is Phase.BACKWARD or not op.is_view]
     at = {op.name: k for k, op in enumerate(positions)}
@@ -118,15 +121,44 @@ def make_problem(graph: Graph) -> Problem:
         nbytes=tuple(nbytes),
         maker=tuple(maker),
         readers=tuple(map(tuple, readers)),
-        held=frozenset(
-            storages[graph.values[n].storage]
-            for n in held_values
-            if graph.values[n].storage in storages
-        ),
+        looks=_looks(graph, storages),
+        held=_held(graph, positions, storages),
         rng=tuple(rng),
         may_run_again=_may_run_again(graph, positions),
         pinned=_pinned(graph, at),
     )
+
+
+def _looks(graph: Graph, storages: Mapping[str, int]) -> dict[int, Ints]:
+    position = -1
+    found: dict[int, list[int]] = {}
+    for op in graph.forward:
+        if not op.is_view:
+            position += 1
+            continue
+        sources = (graph.values[name].storage for name in op.inputs)
+        found.setdefault(position, []).extend(storages[s] for s in sources if s in storages)
+    return {position: _numbers(seen) for position, seen in found.items() if seen}
+
+
+def _held(graph: Graph, positions: Sequence[Op], storages: Mapping[str, int]) -> dict[int, Ints]:
+    outputs = frozenset(graph.outputs)
+    found: dict[int, list[int]] = {}
+    first = {
+        storage: k for k, op in reversed(list(enumerate(positions))) for storage in _made(graph, op)
+    }
+    at = {op.name: k for k, op in enumerate(positions)}
+    for op in graph.ops:
+        for name in op.outputs:
+            storage = graph.values[name].storage
+            if name in outputs and storage in storages:
+                position = at[op.name] if op.phase is Phase.BACKWARD else first[storage]
+                found.setdefault(storages[storage], []).append(position)
+    return {storage: tuple(sorted(set(at))) for storage, at in found.items()}
+
+
+def _made(graph: Graph, op: Op) -> set[str]:
+    return {graph.values[name].storage for name in op.outputs}
 
 
 def _numbers(found: Iterable[int]) -> Ints:

@@ -39,6 +39,10 @@ class State:
             for at in self.runs[op]:
                 self.stage.setdefault(at, []).append(op)
         self._scratch = [op.scratch_bytes for op in problem.ops]
+        self._looked: dict[int, list[int]] = {}
+        for position, storages in problem.looks.items():
+            for storage in storages:
+                self._looked.setdefault(storage, []).append(position)
         self.lazy = frozenset(s for s in problem.rng if s >= 0)
         self._inputs = [  # what a second run reads
             (*reads, state) if state >= 0 else reads
@@ -165,15 +169,16 @@ class State:
             after = starts[index + 1] if index + 1 < len(starts) else problem.end
             last = bisect_left(reads, after) - 1
             ends.append(max(start, reads[last]) if last >= 0 else start)
-        if storage in problem.held:
-            ends[0] = problem.end
+        for position in problem.held.get(storage, ()):
+            ends[bisect_right(starts, position) - 1] = problem.end
         return starts, ends
 
     def reads(self, storage: int) -> list[int]:
         """The positions at which a storage is read, ascending."""
         readers = self.problem.readers[storage]
         again = [at for op in readers if op in self.runs for at in self.runs[op]]
-        return sorted({*readers, *again}) if again else list(readers)
+        looked = self._looked.get(storage, ())
+        return sorted({*readers, *again, *looked}) if again or looked else list(readers)
 
     def _walk(self, position: int) -> int:
         """Peak bytes of what is made or freed within a position."""
@@ -183,6 +188,8 @@ class State:
         for index, op in enumerate(runs):
             for storage in self._inputs[op] if op != position else self.problem.reads[op]:
                 last[storage] = index
+        for storage in self.problem.looks.get(position, ()):
+            last[storage] = len(runs) - 1
         freed = [0] * len(runs)
         live = 0
         for storage, index in last.items():

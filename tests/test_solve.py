@@ -1,0 +1,214 @@
+"""The solvers: valid, judged, never over the limit, never worse for a larger one."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fxrecals import schedule as scheduling
+from fxrecals.errors import InfeasibleLimitError
+from fxrecals.ir import Graph, Kind, Op, Phase, Value, verify
+from fxrecals.schedule import Schedule
+from fxrecals.solve import greedy, refine, segments
+from fxrecals.solve.auto import Frontier, auto, solve
+from fxrecals.solve.problem import Problem, make_problem
+from fxrecals.solve.state import State
+from fxrecals.timeline import simulate
+from tests.oracle import cheapest
+from tests.strategies import joint_graphs
+
+
+def runs_able(problem: Problem) -> list[tuple[int, int]]:
+    return [
+        (op, stage)
+        for op in range(problem.forward_count)
+        for stage in range(problem.forward_count, problem.end)
+        if problem.may_run_at(op, stage)
+    ]
+
+
+def judged(problem: Problem, state: State) -> int:
+    """The peak of a state by the judge, after the judge of schedules has let it pass."""
+    made = problem.schedule(state.snapshot())
+    scheduling.verify(problem.graph, made)
+    return simulate(problem.graph, made).peak_bytes
+
+
+def chain(length: int, nbytes: int = 10) -> Graph:
+    """`length` ops in a row, each of whose outputs its backward op reads; every op takes 1 s.
+
+    The backward of op k reads its input a(k-1), and the gradient from above.
+    """
+    values = {"x": Value("x", nbytes, "x", Kind.PRIMAL)}
+    ops: list[Op] = []
+    for k in range(length):
+        source = f"a{k - 1}" if k else "x"
+        values[f"a{k}"] = Value(f"a{k}", nbytes, f"a{k}")
+        ops.append(Op(f"f{k}", "f", (source,), (f"a{k}",), Phase.FORWARD, seconds=1.0))
+    above = f"a{length - 1}"
+    for k in reversed(range(length)):
+        source = f"a{k - 1}" if k else "x"
+        values[f"d{k}"] = Value(f"d{k}", nbytes, f"d{k}", Kind.BACKWARD)
+        inputs = tuple(dict.fromkeys((above, source)))
+        ops.append(Op(f"b{k}", "b", inputs, (f"d{k}",), Phase.BACKWARD, seconds=2.0))
+        above = f"d{k}"
+    graph = Graph(tuple(ops), values, (above,))
+    verify(graph)
+    return graph
+
+
+@given(joint_graphs(), st.randoms(use_true_random=False))
+def test_the_incremental_timeline_agrees_with_the_judge(graph: Graph, dice: random.Random) -> None:
+    problem = make_problem(graph)
+    state = State(problem)
+    assert state.peak_bytes == simulate(graph, Schedule.keeping_everything(graph)).peak_bytes
+    able = runs_able(problem)
+    assume(able)
+    for _ in range(6):
+        for run in dice.sample(able, min(len(able), 2)):
+            state.toggle(*run)
+        assert state.peak_bytes == judged(problem, state)
+        fresh = State(problem, state.snapshot())
+        assert (fresh.total == state.total).all()
+        assert fresh.seconds == pytest.approx(state.seconds)
+
+
+@given(joint_graphs(), st.randoms(use_true_random=False))
+def test_a_state_can_be_restored(graph: Graph, dice: random.Random) -> None:
+    problem = make_problem(graph)
+    able = runs_able(problem)
+    assume(able)
+    state = State(problem)
+    state.toggle(*dice.choice(able))
+    before, total = state.snapshot(), state.total
+    for run in dice.choices(able, k=4):
+        state.toggle(*run)
+    state.restore(before)
+    assert state.snapshot() == before
+    assert (state.total == total).all()
+
+
+@given(joint_graphs())
+def test_with_nothing_run_again_the_schedule_is_the_graph(graph: Graph) -> None:
+    assert make_problem(graph).schedule({}) == Schedule.keeping_everything(graph)
+
+
+@given(joint_graphs())
+def test_every_start_and_every_descent_is_a_valid_schedule(graph: Graph) -> None:
+    problem = make_problem(graph)
+    for point in Frontier(problem).points:
+        assert judged(problem, State(problem, point.runs)) == point.peak_bytes
+
+
+@given(joint_graphs(), st.integers(1, 100))
+def test_never_over_the_limit_or_a_floor_that_works(graph: Graph, percent: int) -> None:
+    baseline = simulate(graph, Schedule.keeping_everything(graph)).peak_bytes
+    limit = baseline * percent // 100
+    try:
+        made = auto(graph, limit)
+    except InfeasibleLimitError as error:
+        assert error.floor_bytes > limit
+        made, limit = auto(graph, error.floor_bytes), error.floor_bytes
+    scheduling.verify(graph, made)
+    assert simulate(graph, made).peak_bytes <= limit
+
+
+@given(joint_graphs(), st.integers(1, 100))
+def test_two_runs_give_the_same_schedule(graph: Graph, percent: int) -> None:
+    frontier = Frontier(make_problem(graph))
+    limit = max(frontier.floor.peak_bytes, frontier.baseline_bytes * percent // 100)
+    assert solve(Frontier(make_problem(graph)), limit) == solve(frontier, limit)
+
+
+@given(joint_graphs())
+def test_along_a_curve_a_larger_limit_never_costs_more(graph: Graph) -> None:
+    frontier = Frontier(make_problem(graph))
+    low, high = frontier.floor.peak_bytes, frontier.baseline_bytes
+    points = frontier.curve([low + (high - low) * k // 7 for k in range(8)])
+    assert all(p.peak_bytes <= limit for limit, p in points.items())
+    assert all(a.seconds <= b.seconds for a, b in pairwise(points.values()))
+
+
+@given(joint_graphs(max_ops=4))
+def test_close_to_brute_force_on_tiny_graphs(graph: Graph) -> None:
+    problem = make_problem(graph)
+    assume(len(runs_able(problem)) <= 16)
+    best = cheapest(problem, most=3)
+    frontier = Frontier(problem)
+    assert frontier.floor.peak_bytes <= min(best) * 1.35 + 3
+    for peak in best:
+        found = frontier.cheapest(peak)
+        if found is not None:
+            optimum = min(seconds for p, seconds in best.items() if p <= peak)
+            assert found.seconds >= 0
+            assert found.seconds <= 3 * optimum + 5
+
+
+def test_a_chain_reaches_a_floor_far_below_its_length() -> None:
+    frontier = Frontier(make_problem(chain(64)))
+    assert frontier.baseline_bytes == 660
+    assert frontier.floor.peak_bytes <= 150
+
+
+def test_half_the_memory_of_a_chain_costs_at_most_one_more_forward() -> None:
+    graph = chain(64)
+    made = auto(graph, 330)
+    assert scheduling.extra_seconds(graph, made) <= 64
+    assert simulate(graph, made).peak_bytes <= 330
+
+
+def test_a_limit_under_the_floor_names_the_floor_and_the_op() -> None:
+    with pytest.raises(InfeasibleLimitError) as caught:
+        auto(chain(4), 1)
+    assert caught.value.floor_bytes > 1
+    assert caught.value.op
+
+
+def test_a_limit_at_the_baseline_changes_nothing() -> None:
+    graph = chain(8)
+    keep = Schedule.keeping_everything(graph)
+    assert auto(graph, simulate(graph, keep).peak_bytes) == keep
+
+
+def test_one_byte_less_than_the_baseline_costs_about_one_op() -> None:
+    graph = chain(32)
+    baseline = simulate(graph, Schedule.keeping_everything(graph)).peak_bytes
+    assert scheduling.extra_seconds(graph, auto(graph, baseline - 1)) <= 2
+
+
+def test_spending_takes_the_dear_recompute_back_first() -> None:
+    """Two values of the same size, one dear, one cheap, and room for one of them."""
+    values = {n: Value(n, 10, n) for n in ("a", "b")}
+    values |= {"x": Value("x", 10, "x", Kind.PRIMAL), "y": Value("y", 0, "y")}
+    values |= {n: Value(n, 10, n, Kind.BACKWARD) for n in ("p", "q", "r")}
+    graph = Graph(
+        (
+            Op("dear", "f", ("x",), ("a",), Phase.FORWARD, seconds=9.0),
+            Op("cheap", "f", ("x",), ("b",), Phase.FORWARD, seconds=1.0),
+            Op("out", "f", ("a", "b"), ("y",), Phase.FORWARD),
+            Op("start", "g", ("y",), ("p",), Phase.BACKWARD, scratch_bytes=10),
+            Op("one", "g", ("p", "a"), ("q",), Phase.BACKWARD),
+            Op("two", "g", ("q", "b"), ("r",), Phase.BACKWARD),
+        ),
+        values,
+        ("y", "r"),
+    )
+    problem = make_problem(graph)
+    state = State(problem, {0: (4,), 1: (5,)})
+    refine.spend(state, 30, refine.by_seconds, effort=100)
+    assert state.snapshot() == {1: (5,)}
+
+
+def test_cuts_fall_where_little_crosses() -> None:
+    problem = make_problem(chain(16))
+    found = segments.cuts(problem, 40)
+    assert len(found) >= 3
+    assert all(len(segments.crossing(problem, [cut])) == 1 for cut in found)
+
+
+def test_lowering_stops_when_its_effort_is_spent() -> None:
+    state = State(make_problem(chain(64)))
+    greedy.lower(state, 1, effort=10)
+    assert state.toggles < 40
