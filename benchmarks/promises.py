@@ -121,11 +121,13 @@ def race(subject: Subject, rounds: int) -> list[Any]:
     undo = checkpointed(subject)
     theirs = measure.step_memory(subject.step(subject.model), subject.model)
     undo()
-    floor = fxrecals.plan(subject.model, subject.inputs, "100%").floor_bytes
-    row = [subject.name, mib(eager.activations), mib(theirs.activations), mib(floor)]
-    if floor > theirs.activations:
-        return [*row, "floor too high"]
-    small = fxrecals.rewrite(subject.model, subject.inputs, theirs.activations)
+    row = [subject.name, mib(eager.activations), mib(theirs.activations)]
+    try:
+        plan = fxrecals.plan(subject.model, subject.inputs, theirs.activations)
+    except fxrecals.InfeasibleLimitError as error:
+        return [*row, mib(error.floor_bytes), "floor too high"]
+    row.append(mib(plan.floor_bytes))
+    small = fxrecals.rewrite(subject.model, subject.inputs, plan)
     ours = measure.step_memory(subject.step(small), subject.model)
     step = subject.step(subject.model)
 

@@ -33,6 +33,9 @@ from fxrecals.solve.state import Snapshot, State
 Run = tuple[int, int]
 """An op and the stage at which it runs again."""
 
+FEW = 16
+"""Evictions that need no more runs than this have each of them looked at."""
+
 TINY = 1e-9
 """Seconds added to every price, so that of free recomputes the larger one comes first."""
 
@@ -128,14 +131,19 @@ def _try(state: State, runs: list[Run], limit: int) -> bool:
 
 def _drop_followers(state: State, runs: list[Run], limit: int) -> list[Run]:
     """Where an op now runs earlier than a later recompute of it, lets the earlier one serve both
-    if the limit allows it."""
+    if the limit allows it. Runs that are cheap beside the others are left to `refine`."""
+    ops = state.problem.ops
+    worth = 0.02 * sum(ops[op].seconds for op, _ in runs)
     dropped: list[Run] = []
     for op, stage in runs:
         later = state.runs[op]
         index = bisect_right(later, stage)
-        if index == len(later):
+        if index == len(later) or (len(runs) > FEW and ops[op].seconds < worth):
             continue
         following = later[index]
+        made = sum(state.problem.nbytes[s] for s in state.problem.makes[op])
+        if following > stage + 1 and state.highest(stage + 1, following) + made > limit:
+            continue  # there is no room for it to live on
         before = excess(state.total, limit)
         state.toggle(op, following)
         if excess(state.total, limit) > before:
