@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -394,8 +395,8 @@ def break_reason(gm: fx.GraphModule) -> str:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return ""
-    frames = [f"{f.filename}:{f.lineno}" for f in reason.user_stack[-1:]]
-    return f"{reason.reason.partition(chr(10))[0]} ({', '.join(frames)})"
+    frames = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in reason.user_stack[-1:]]
+    return f"graph break at {', '.join(frames)}: {reason.reason.partition(chr(10))[0]}"
 
 
 def compile_apart(model: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from fxrecals import cost as costing
 from fxrecals.capture import Captured, capture, step
 from fxrecals.dynamo import Planner, backend
+from fxrecals.export import write
 from fxrecals.ir import Graph
 from fxrecals.planning import LimitLike, check_solver, plan_graph, solve_within
 from fxrecals.plans import Plan
@@ -127,8 +128,6 @@ def _planned(made: Plan) -> Planner:
 
 def _with_export(made: Plan, captured: Captured) -> Plan:
     def exporter(plan: Plan, folder: Path) -> None:
-        from fxrecals.export import write
-
         write(plan, captured, folder)
 
     return replace(made, exporter=exporter)

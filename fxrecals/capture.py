@@ -1208,13 +1208,14 @@ def _run(
 def _remedy(error: Exception) -> str:
     if _torch.depends_on_data(error):
         return (
-            "a model whose Python does not branch on values of tensors, or fxrecals.compile, "
-            "which plans each graph when the step reaches it"
+            "a model whose Python does not branch on values of tensors, or "
+            "torch.compile(model, backend=fxrecals.backend(limit)), which plans each graph when "
+            "the step reaches it"
         )
     return (
         "an example with which the model runs, as a tensor, a tuple of arguments or a dict of "
-        "keyword arguments; if it does run, torch.compile cannot trace it: fxrecals.recals needs "
-        "no graph"
+        "keyword arguments; if it does run, torch.compile cannot trace it, and "
+        "torch.utils.checkpoint around parts of it is the way"
     )
 
 
@@ -1310,8 +1311,8 @@ class _Recorder:
             )
         return (
             "nothing could be traced: torch.compile skips this model (an nn.LSTM or nn.GRU, a "
-            "disabled compiler, or a break in every line); what works: fxrecals.recals, which "
-            "needs no graph"
+            "disabled compiler, or a break in every line); what works: for recurrent layers "
+            "torch._dynamo.config.allow_rnn = True, else torch.utils.checkpoint"
         )
 
     def _run(self, index: int, returned: Collection[int | None]) -> Run:

@@ -75,9 +75,11 @@ def _resolve(limit: Limit | DeviceLimits, graph: Graph, baseline_bytes: int) -> 
     if isinstance(limit, Limit):
         return limit.resolve(baseline_bytes, lambda: free_bytes(graph))
     devices = sorted({v.device for v in graph.values.values() if v.kind is Kind.ACTIVATION})
-    if len(devices) > 1:
-        raise OptionError("limit", str(limit), f"one limit for all of {', '.join(devices)}")
-    return next(iter(limit.resolve(dict.fromkeys(devices, baseline_bytes)).values()))
+    named = sorted(device for device, _ in limit.limits)
+    if named != devices or len(devices) != 1:
+        expected = f"one limit in bytes: the model's activations are on {', '.join(devices)}"
+        raise OptionError("limit", str(limit), expected)
+    return limit.resolve({devices[0]: baseline_bytes}, costing.free_bytes)[devices[0]]
 
 
 def free_bytes(graph: Graph) -> int:

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from fxrecals import _torch, schedule
-from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
 from fxrecals.halves import compilers, split
+from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
 from fxrecals.schedule import Schedule
 
 Scheduler = Callable[[Graph], Schedule]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxrecals import schedule
-from fxrecals.ir import Phase
 from fxrecals.halves import split as split_joint
+from fxrecals.ir import Phase
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from tests import helpers

@@ -30,6 +30,10 @@ SPENT = 6
 """How many states within the limit are refined."""
 
 
+DEAREST = 4.0
+"""Extra time, in steps, beyond which no lower floor is sought: nobody trains that slowly."""
+
+
 @dataclass(frozen=True)
 class Point:
     """An explored set of recomputes: its peak, its extra time, its content."""
@@ -63,10 +67,11 @@ class Frontier:
         found = [Point.of(kept)]
         starts = [Point.of(State(self.problem, runs)) for runs in segments.starts(self.problem)]
         found += starts
+        dearest = DEAREST * max(self.problem.graph.seconds, 1e-9)
         lowest = sorted(starts, key=lambda p: (p.peak_bytes, p.seconds))[:DESCENTS]
         for start in [found[0], *lowest]:
             state = State(self.problem, start.runs)
-            for runs in greedy.descend(state, effort=self.effort):
+            for runs in greedy.descend(state, effort=self.effort, dearest=dearest):
                 found.append(Point(state.peak_bytes, state.seconds, runs))
         return tuple(sorted(found, key=lambda p: (p.peak_bytes, p.seconds)))
 

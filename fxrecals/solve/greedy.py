@@ -72,14 +72,17 @@ def lower(state: State, limit: int, *, effort: int, dearest: float = float("inf"
     return state.peak_bytes <= limit
 
 
-def descend(state: State, *, effort: int) -> Iterator[Snapshot]:
-    """Ever lower states, from `state` down to the lowest that this can reach."""
+def descend(state: State, *, effort: int, dearest: float) -> Iterator[Snapshot]:
+    """Ever lower states, from `state` down to the lowest that this can reach.
+
+    Ends after about `effort` toggles, or where the extra time would exceed `dearest` seconds.
+    """
     last = state.toggles + effort
     best = state.snapshot()
     shrink = 0.1
     while shrink > 0.005 and state.toggles < last and state.peak_bytes:
         target = int(state.peak_bytes * (1 - shrink))
-        if lower(state, target, effort=last - state.toggles):
+        if lower(state, target, effort=last - state.toggles, dearest=dearest):
             best = state.snapshot()
             yield best
         else:
