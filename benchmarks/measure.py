@@ -12,9 +12,8 @@ what the step is for, and no recompute can shrink them.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +50,13 @@ class StepMemory:
 def _allocations(prof: profile) -> list[tuple[int, int, int]]:
     """(time, address, bytes) of every allocator event on the CPU; bytes are negative for a free."""
     found: list[tuple[int, int, int]] = []
-    stack = list(prof.profiler.kineto_results.experimental_event_tree())
+    results: Any = prof.profiler
+    stack = list(results.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            fields = event.extra_fields
+        if event.name == "[memory]":
+            fields: Any = event.extra_fields
             found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     return sorted(found, key=lambda e: e[0])
 
@@ -113,7 +113,7 @@ def step_memory(step: Callable[[], Any], model: nn.Module, warmup: int = 2) -> S
 
 
 def step_seconds(steps: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
-    """Median seconds of each step, the steps taken in turn so that a noisy machine hits all alike."""
+    """Median seconds of each step, taken in turn so that a noisy machine hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
@@ -181,39 +181,37 @@ def compare(
 ) -> list[str]:
     """What differs, a line each. Tolerance 0 asks for the same bits."""
     wrong: list[str] = []
-
-    def check(name: str, a: Tensor | None, b: Tensor | None) -> None:
-        if (a is None) != (b is None):
-            wrong.append(f"{name}: {'missing' if b is None else 'unexpected'}")
-        elif a is not None and b is not None:
-            if a.shape != b.shape or a.dtype != b.dtype:
-                wrong.append(f"{name}: {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}")
-            elif not torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
-                gap = (a.double() - b.double()).abs().max().item()
-                wrong.append(
-                    f"{name}: differs by {gap:.3g} (largest value {a.abs().max().item():.3g})"
-                )
-
     if len(reference.outputs) != len(candidate.outputs):
         wrong.append(f"{len(candidate.outputs)} outputs, not {len(reference.outputs)}")
-    for i, (a, b) in enumerate(zip(reference.outputs, candidate.outputs)):
-        check(f"output {i}", a, b)
-    for name, gradient in reference.gradients.items():
-        check(f"gradient of {name}", gradient, candidate.gradients.get(name))
-    for name, buffer in reference.buffers.items():
-        check(f"buffer {name}", buffer, candidate.buffers.get(name))
+    pairs = [
+        (f"output {i}", a, b)
+        for i, (a, b) in enumerate(zip(reference.outputs, candidate.outputs, strict=False))
+    ]
+    pairs += [
+        (f"gradient of {name}", gradient, candidate.gradients.get(name))
+        for name, gradient in reference.gradients.items()
+    ]
+    pairs += [
+        (f"buffer {name}", buffer, candidate.buffers.get(name))
+        for name, buffer in reference.buffers.items()
+    ]
+    for name, a, b in pairs:
+        wrong += _difference(name, a, b, rtol, atol)
     if not torch.equal(reference.rng, candidate.rng):
         wrong.append("random generator: left in another state")
     return wrong
 
 
-def twin(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
-    """A deep copy of a model and its inputs, so that two runs share no state."""
-    return copy.deepcopy(model), copy.deepcopy(inputs)
-
-
-def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors."""
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
+def _difference(
+    name: str, a: Tensor | None, b: Tensor | None, rtol: float, atol: float
+) -> list[str]:
+    if a is None and b is None:
+        return []
+    if a is None or b is None:
+        return [f"{name}: {'missing' if b is None else 'unexpected'}"]
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return [f"{name}: {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}"]
+    if torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
+        return []
+    gap = (a.double() - b.double()).abs().max().item()
+    return [f"{name}: differs by {gap:.3g} (largest value {a.abs().max().item():.3g})"]

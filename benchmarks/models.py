@@ -89,12 +89,12 @@ def bert() -> Made:
 def vit() -> Made:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
+    sizes: dict[str, Any] = dict(
         image_size=112, patch_size=8, hidden_size=192, num_hidden_layers=6, num_attention_heads=6,
         intermediate_size=768, hidden_dropout_prob=0.1, num_labels=10,
     )  # fmt: skip
     images = {"pixel_values": torch.randn(8, 3, 112, 112), "labels": torch.randint(10, (8,))}
-    return ViTForImageClassification(config), images, _own_loss
+    return ViTForImageClassification(ViTConfig(**sizes)), images, _own_loss
 
 
 def _texts() -> dict[str, Tensor]:

@@ -93,6 +93,7 @@ def limits(subject: Subject) -> list[list[Any]]:
         begin = time.perf_counter()
         try:
             plan = fxrecals.plan(subject.model, subject.inputs, f"{share}%")
+            limit = plan.limit_bytes or 0
         except fxrecals.InfeasibleLimitError as error:
             rows.append([subject.name, f"{share} %", mib(error.limit_bytes), "under the floor"])
             rows[-1].append(mib(error.floor_bytes))
@@ -105,9 +106,9 @@ def limits(subject: Subject) -> list[list[Any]]:
         taken = measure.step_memory(subject.step(small), subject.model)
         restore()
         rows.append([
-            subject.name, f"{share} %", mib(plan.limit_bytes), mib(plan.peak_bytes),
+            subject.name, f"{share} %", mib(limit), mib(plan.peak_bytes),
             mib(taken.activations), f"{100 * (plan.peak_bytes / taken.activations - 1):+.1f} %",
-            "yes" if taken.activations <= plan.limit_bytes else "NO",
+            "yes" if taken.activations <= limit else "NO",
             "the same" if not wrong else f"{len(wrong)} DIFFER: {wrong[0]}",
             f"{100 * plan.extra_seconds / plan.baseline_seconds:.1f} %", f"{seconds:.1f} s",
         ])  # fmt: skip
@@ -150,7 +151,7 @@ def mib(nbytes: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", default=list(models.MODELS), metavar="model")
     parser.add_argument("--no-time", action="store_true", help="peaks and bits only")
     parser.add_argument("--no-limits", action="store_true", help="times only")

@@ -9,12 +9,13 @@ from tests.oracle import live_bytes
 from tests.strategies import graphs_with_schedules
 
 F, B = Phase.FORWARD, Phase.BACKWARD
+VIEW = frozenset({Trait.VIEW})
 
 
-def graph_of(*ops: Op, outputs: tuple[str, ...] = (), **values: Value) -> Graph:
+def graph_of(*ops: Op, outputs: tuple[str, ...] = (), values: tuple[Value, ...] = ()) -> Graph:
     """A graph whose values, unless given, are activations of 8 bytes; `x` is an input."""
     names = dict.fromkeys(n for op in ops for n in (*op.inputs, *op.outputs))
-    made = {n: values.get(n, Value(n, 8, n)) for n in names}
+    made = {n: Value(n, 8, n) for n in names} | {value.name: value for value in values}
     made["x"] = Value("x", 100, "x", Kind.PRIMAL)
     return Graph(ops, made, outputs)
 
@@ -73,8 +74,8 @@ def test_a_value_made_again_is_free_in_between() -> None:
 def test_a_view_of_a_saved_value_is_free() -> None:
     view = Value("v", 8, "a")
     graph = graph_of(
-        Op("f", "f", ("x",), ("a",), F), Op("t", "t", ("a",), ("v",), F, traits={Trait.VIEW}),
-        Op("h", "h", ("v",), ("c",), B), v=view,
+        Op("f", "f", ("x",), ("a",), F), Op("t", "t", ("a",), ("v",), F, traits=VIEW),
+        Op("h", "h", ("v",), ("c",), B), values=(view,),
     )  # fmt: skip
     assert live(graph, "h") == [8, 8, 16]
 
@@ -83,8 +84,8 @@ def test_a_view_keeps_the_old_storage_when_its_base_is_made_again() -> None:
     """f runs again, but the view t of the first a is read after it: both copies are alive."""
     view = Value("v", 8, "a")
     graph = graph_of(
-        Op("f", "f", ("x",), ("a",), F), Op("t", "t", ("a",), ("v",), F, traits={Trait.VIEW}),
-        Op("h", "h", ("a", "v"), ("c",), B), v=view,
+        Op("f", "f", ("x",), ("a",), F), Op("t", "t", ("a",), ("v",), F, traits=VIEW),
+        Op("h", "h", ("a", "v"), ("c",), B), values=(view,),
     )  # fmt: skip
     assert live(graph, "f", "h") == [8, 8, 16, 24]
     assert live(graph, "f", "t", "h") == [8, 8, 8, 8, 16]
@@ -112,7 +113,10 @@ def test_scratch_counts_beside_inputs_and_outputs() -> None:
 def test_parameters_are_not_charged_and_their_gradients_are_charged_apart() -> None:
     grad = Value("g", 8, "g", Kind.GRADIENT)
     graph = graph_of(
-        Op("f", "f", ("x",), ("a",), F), Op("h", "h", ("a",), ("g",), B), outputs=("g",), g=grad
+        Op("f", "f", ("x",), ("a",), F),
+        Op("h", "h", ("a",), ("g",), B),
+        outputs=("g",),
+        values=(grad,),
     )
     timeline = simulate(graph, Schedule.keeping_everything(graph))
     assert (timeline.peak_bytes, timeline.step_peak_bytes) == (8, 16)
@@ -121,8 +125,8 @@ def test_parameters_are_not_charged_and_their_gradients_are_charged_apart() -> N
 def test_a_generator_state_exists_only_if_its_op_runs_again() -> None:
     state = Value("f:rng", 3, "f:rng", Kind.RNG_STATE)
     graph = graph_of(
-        Op("f", "f", ("x",), ("a", "f:rng"), F, traits={Trait.RANDOM}),
-        Op("h", "h", ("a",), ("c",), B), **{"f:rng": state},
+        Op("f", "f", ("x",), ("a", "f:rng"), F, traits=frozenset({Trait.RANDOM})),
+        Op("h", "h", ("a",), ("c",), B), values=(state,),
     )  # fmt: skip
     assert live(graph, "h") == [8, 16]
     assert live(graph, "f", "h") == [11, 11, 16]
@@ -141,7 +145,7 @@ def test_devices_are_counted_apart() -> None:
     there = Value("b", 50, "b", device="cuda:0")
     graph = graph_of(
         Op("f", "f", ("x",), ("a",), F), Op("g", "g", ("a",), ("b",), F, scratch_bytes=2),
-        Op("h", "h", ("a", "b"), ("c",), B), b=there,
+        Op("h", "h", ("a", "b"), ("c",), B), values=(there,),
     )  # fmt: skip
     timeline = simulate(graph, Schedule(("f", "g"), ("h",)))
     assert dict(timeline.device_peaks) == {"cpu": 16, "cuda:0": 52}

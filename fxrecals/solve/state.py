@@ -184,21 +184,8 @@ class State:
         """Peak bytes of what is made or freed within a position."""
         runs = [*self.stage.get(position, ()), position]
         nbytes = self.problem.nbytes
-        last: dict[int, int] = {}  # storage -> the run that reads it last
-        for index, op in enumerate(runs):
-            for storage in self._inputs[op] if op != position else self.problem.reads[op]:
-                last[storage] = index
-        for storage in self.problem.looks.get(position, ()):
-            last[storage] = len(runs) - 1
-        freed = [0] * len(runs)
-        live = 0
-        for storage, index in last.items():
-            starts = self.starts[storage]
-            span = bisect_right(starts, position) - 1 if len(starts) > 1 else 0
-            if self.ends[storage][span] == position:
-                freed[index] += nbytes[storage]
-                if starts[span] < position:
-                    live += nbytes[storage]
+        last = self._last_reads(runs, position)
+        live, freed = self._entering(last, len(runs), position)
         peak = live
         for index, op in enumerate(runs):
             unread = 0
@@ -210,6 +197,29 @@ class State:
                 peak = live + self._scratch[op]
             live -= freed[index] + unread
         return peak
+
+    def _last_reads(self, runs: list[int], position: int) -> dict[int, int]:
+        """For each storage read within a position, the index of the run that reads it last."""
+        last: dict[int, int] = {}
+        for index, op in enumerate(runs):
+            for storage in self._inputs[op] if op != position else self.problem.reads[op]:
+                last[storage] = index
+        for storage in self.problem.looks.get(position, ()):
+            last[storage] = len(runs) - 1
+        return last
+
+    def _entering(self, last: dict[int, int], count: int, position: int) -> tuple[int, list[int]]:
+        """Bytes that enter a position and die in it, and those that die after each of its runs."""
+        freed = [0] * count
+        live = 0
+        for storage, index in last.items():
+            starts = self.starts[storage]
+            span = bisect_right(starts, position) - 1 if len(starts) > 1 else 0
+            if self.ends[storage][span] == position:
+                freed[index] += self.problem.nbytes[storage]
+                if starts[span] < position:
+                    live += self.problem.nbytes[storage]
+        return live, freed
 
     def _first(self, op: int) -> tuple[int, ...]:
         """What the first run of `op` makes: its generator state only if another run follows."""

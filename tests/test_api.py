@@ -1,0 +1,198 @@
+"""`fxrecals.plan` and `fxrecals.rewrite`: the promises, measured, on small models of each kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxrecals
+from benchmarks import models, promises, yardsticks
+from fxrecals.plans import Plan
+from tests.helpers import compare, peak_bytes, record
+
+LIMITS = ("100%", "75%", "50%", "35%")
+
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+def gpt() -> Made:
+    return yardsticks.gpt(blocks=4, width=32, heads=4, vocab=64, tokens=32, batch=4, dropout=0.1)
+
+
+def resnet() -> Made:
+    return yardsticks.resnet(batch=4, side=32, width=8)
+
+
+def unet() -> Made:
+    return yardsticks.unet(batch=2, side=32, width=8)
+
+
+class Broken(nn.Module):
+    """Two halves with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)])
+        self.second = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def broken() -> Made:
+    torch.manual_seed(0)
+    return Broken(), (torch.randn(128, 64),)
+
+
+KINDS: tuple[Callable[[], Made], ...] = (gpt, resnet, unet, broken)
+
+
+def step_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+    def step() -> Tensor:
+        out = module(*inputs)
+        out.square().mean().backward()
+        return out
+
+    return step
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_every_limit_above_the_floor_is_kept_with_the_same_bits(make: Callable[[], Made]) -> None:
+    model, inputs = make()
+    plain, state = make()[0], {k: v.clone() for k, v in model.state_dict().items()}
+    expected = record(plain, plain, inputs)
+    peaks: list[int] = []
+    for limit in LIMITS:
+        try:
+            plan = fxrecals.plan(model, inputs, limit)
+        except fxrecals.InfeasibleLimitError as error:
+            plan = fxrecals.plan(model, inputs, error.floor_bytes)
+            assert plan.peak_bytes == plan.floor_bytes
+        small = fxrecals.rewrite(model, inputs, plan)
+        model.load_state_dict(state)
+        assert compare(expected, record(small, model, inputs)) == []
+        step = step_of(small, inputs)
+        step()
+        measured = peak_bytes(step, model)
+        assert plan.limit_bytes is not None
+        assert measured <= plan.limit_bytes
+        assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
+        peaks.append(measured)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.MODELS)
+def test_the_whole_promise_on_a_real_model(name: str) -> None:
+    if name not in ("gpt", "resnet", "unet"):
+        pytest.importorskip("transformers")
+    for row in promises.limits(promises.Subject(name, *models.build(name))):
+        assert row[3] == "under the floor" or row[6:8] == ["yes", "the same"], row
+
+
+def test_a_plan_says_what_scripts_rely_on() -> None:
+    model, inputs = gpt()
+    plan = fxrecals.plan(model, inputs, "50%")
+    assert plan.limit_bytes is not None
+    assert plan.limit_bytes == plan.baseline_peak_bytes // 2
+    assert plan.floor_bytes <= plan.peak_bytes <= plan.limit_bytes < plan.step_peak_bytes
+    assert 0 < plan.saved_bytes <= plan.peak_bytes
+    assert plan.extra_seconds > 0
+    assert plan.regions
+    assert plan.saved
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_two_plans_are_the_same_byte_for_byte() -> None:
+    model, inputs = gpt()
+    plans = [fxrecals.plan(model, inputs, "50%").to_json() for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_without_a_limit_a_larger_limit_never_costs_more() -> None:
+    model, inputs = gpt()
+    plan = fxrecals.plan(model, inputs)
+    assert plan.limit_bytes is None
+    extra = [choice.extra_seconds for choice in plan.choices]
+    assert extra == sorted(extra)
+    assert extra[0] == 0
+    assert all(choice.peak_bytes <= choice.limit_bytes for choice in plan.choices)
+
+
+def test_planning_needs_no_weights() -> None:
+    real, inputs = gpt()
+    with torch.device("meta"):
+        meta, _ = gpt()
+    assert (
+        fxrecals.plan(meta, inputs, "50%").peak_bytes
+        == fxrecals.plan(real, inputs, "50%").peak_bytes
+    )
+
+
+def test_a_rewrite_shares_everything_and_leaves_the_model_alone() -> None:
+    model, inputs = gpt()
+    before = dict(model.__dict__)
+    small = fxrecals.rewrite(model, inputs, "50%")
+    assert model.__dict__ == before
+    assert type(small) is type(model)
+    assert list(small.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(small.parameters(), model.parameters(), strict=True))
+    small.eval()
+    with torch.no_grad():
+        assert torch.equal(small(*inputs), model(*inputs))
+
+
+def test_another_batch_size_is_planned_by_itself_within_the_limit() -> None:
+    model, (ids,) = gpt()
+    small = fxrecals.rewrite(model, (ids,), "50%")
+    limit = fxrecals.plan(model, (ids,), "50%").limit_bytes
+    step = step_of(small, (ids[:3],))
+    step()
+    assert limit is not None
+    assert peak_bytes(step, model) <= limit
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"limit": "5 parsecs"}, "limit='5 parsecs'"),
+        ({"limit": -1}, "limit=-1"),
+        ({"limit": 0.5}, "limit=0.5"),
+        ({"limit": "50%", "solver": "magic"}, "solver='magic'"),
+        ({"limit": "50%", "cost": "free"}, "cost='free'"),
+        ({"limit": {"cuda:0": "1GB"}}, "on cpu"),
+    ],
+)
+def test_bad_options_name_the_argument_and_what_came(change: dict[str, Any], words: str) -> None:
+    model, inputs = gpt()
+    with pytest.raises(fxrecals.OptionError) as caught:
+        fxrecals.plan(model, inputs, **change)
+    assert words in str(caught.value)
+    assert "what works" in str(caught.value)
+
+
+def test_a_limit_under_the_floor_names_a_limit_that_works() -> None:
+    model, inputs = gpt()
+    with pytest.raises(fxrecals.InfeasibleLimitError) as caught:
+        fxrecals.rewrite(model, inputs, 1000)
+    floor = caught.value.floor_bytes
+    assert str(floor) in str(caught.value)
+    assert fxrecals.plan(model, inputs, floor).peak_bytes <= floor
+
+
+def test_an_example_that_does_not_fit_leaves_the_model_trainable() -> None:
+    model, inputs = gpt()
+    with pytest.raises(fxrecals.CaptureError):
+        fxrecals.plan(model, torch.randn(3, 3, 3), "50%")
+    step_of(model, inputs)()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_without_gradients_is_refused() -> None:
+    model, inputs = gpt()
+    with pytest.raises(fxrecals.CaptureError, match="require"):
+        fxrecals.plan(model.requires_grad_(False), inputs, "50%")
