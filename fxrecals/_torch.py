@@ -399,8 +399,14 @@ def break_reason(gm: fx.GraphModule) -> str:
     return f"graph break at {', '.join(frames)}: {reason.reason.partition(chr(10))[0]}"
 
 
-def compile_apart(model: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` that neither counts against the user's recompile limit nor reuses graphs.
+def compile_apart(
+    function: Callable[..., Any], backend: Callable[..., Any], recompile_limit: int = 1 << 20
+) -> Callable[..., Any]:
+    """`torch.compile` for one size at a time, that neither counts against the user's recompile
+    limit nor shares graphs with other compilations of the same code.
+
+    Beyond `recompile_limit` graphs, torch's error is raised: Dynamo would go on without the
+    backend, and so without a limit on memory.
 
     After 256 of these on one class, torch's cap on all compilations of a code object
     (`accumulated_recompile_limit`) stops further ones that are not made here.
@@ -413,10 +419,11 @@ def compile_apart(model: torch.nn.Module, backend: Callable[..., Any]) -> Callab
     options: dict[str, Any] = {"backend": backend, "dynamic": False}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
-    compiled: Callable[..., Any] = torch.compile(model, **options)
+    compiled: Callable[..., Any] = torch.compile(function, **options)
     settings: dict[str, Any] = {
         "suppress_errors": False,
-        "recompile_limit": 1 << 20,
+        "fail_on_recompile_limit_hit": True,
+        "recompile_limit": recompile_limit,
         "accumulated_recompile_limit": 1 << 20,
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxrecals import _torch
 from fxrecals import cost as costing
 from fxrecals.capture import Captured, capture, step
 from fxrecals.dynamo import Planner, backend
@@ -19,6 +20,9 @@ from fxrecals.planning import LimitLike, check_solver, plan_graph, solve_within
 from fxrecals.plans import Plan
 from fxrecals.schedule import Schedule
 from fxrecals.units import parse_limit
+
+MOST_SIZES = 64
+"""Input sizes and modes for which a rewritten module makes a plan each; then it is an error."""
 
 
 def plan(
@@ -102,10 +106,11 @@ def rewrite(
 
     # Not twin.compile(): where the class is torch's own, such as nn.Sequential, Dynamo skips
     # every frame of it and compiles nothing. This function is a frame that it does not skip.
+    # Apart: every rewrite has the code of this function, and Dynamo counts by code.
     def call(*args: Any, **kwargs: Any) -> Any:
         return twin._call_impl(*args, **kwargs)
 
-    twin._compiled_call_impl = torch.compile(call, backend=within)
+    twin._compiled_call_impl = _torch.compile_apart(call, within, MOST_SIZES)
     return twin
 
 

@@ -242,6 +242,7 @@ class Backend:
         self._planner = planner
         self._reader = reader
         self._has_warned = False
+        self._has_warned_of_symbols = False
 
     def __call__(
         self,
@@ -300,6 +301,19 @@ class Backend:
                 cost=self.settings.cost if self.settings.limit is not None else Free(),
             )
         return _with_seeds_kept(joint, graph) if self.settings.inner == "inductor" else graph
+
+    def warn_of_symbols(self, joint: fx.GraphModule) -> None:
+        """Says, once, that a plan for symbolic sizes is one for the sizes first seen."""
+        symbolic = any(map(_torch.is_symbol, joint.graph.find_nodes(op="placeholder")))
+        if not symbolic or self._has_warned_of_symbols or self.settings.limit is None:
+            return
+        self._has_warned_of_symbols = True
+        warnings.warn(
+            "a graph has sizes that may change: its plan holds the limit at the sizes with which "
+            "it was traced, and not at larger ones; torch.compile(..., dynamic=False) plans for "
+            "each size",
+            stacklevel=2,
+        )
 
     def remember(self, planned: Any) -> None:
         """Adds to `plans`."""
@@ -376,6 +390,7 @@ class _Compilation:
         **_: Any,
     ) -> Halves:
         """AOTAutograd's partitioner: reads, plans, splits."""
+        self.owner.warn_of_symbols(joint)
         graph = self.owner.read(joint, num_fwd_outputs, static_lifetime_input_indices or ())
         try:
             planned = self.owner.plan(graph)

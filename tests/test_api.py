@@ -196,3 +196,22 @@ def test_a_model_without_gradients_is_refused() -> None:
     model, inputs = gpt()
     with pytest.raises(fxrecals.CaptureError, match="require"):
         fxrecals.plan(model.requires_grad_(False), inputs, "50%")
+
+
+def test_many_rewrites_of_one_class_in_a_row_keep_their_limits() -> None:
+    """Dynamo stops compiling code after eight graphs, and all rewrites share one function."""
+    model, inputs = nn.Sequential(*[nn.Linear(16, 16), nn.Tanh()] * 4), (torch.randn(64, 16),)
+    plan = fxrecals.plan(model, inputs, "70%")
+    for _ in range(10):
+        step = step_of(fxrecals.rewrite(model, inputs, plan), inputs)
+        step()
+        assert plan.limit_bytes is not None
+        assert peak_bytes(step, model) <= plan.limit_bytes
+
+
+def test_symbolic_sizes_are_warned_of() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    within = fxrecals.backend("1MB", inner="eager")
+    compiled = torch.compile(model, backend=within, dynamic=True)
+    with pytest.warns(UserWarning, match="sizes that may change"):
+        compiled(torch.randn(8, 16)).sum().backward()
