@@ -136,6 +136,7 @@ def test_training_after_evaluation_is_planned() -> None:
     assert len(chosen.plans) == 1
 
 
+@pytest.mark.filterwarnings("ignore:a graph has sizes that may change")
 @pytest.mark.parametrize("dynamic", [True, False, None])
 def test_dynamic_sizes_are_planned_too(dynamic: bool | None) -> None:
     model, _ = net()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxrecals import schedule as scheduling
 from fxrecals.errors import InfeasibleLimitError
-from fxrecals.ir import Graph, Kind, Op, Phase, Value, verify
+from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
 from fxrecals.schedule import Schedule
 from fxrecals.solve import greedy, refine, segments
 from fxrecals.solve.auto import Frontier, auto, solve
@@ -212,3 +212,20 @@ def test_lowering_stops_when_its_effort_is_spent() -> None:
     state = State(make_problem(chain(64)))
     greedy.lower(state, 1, effort=10)
     assert state.toggles < 40
+
+
+def test_what_the_caller_hands_on_is_not_made_again() -> None:
+    """f makes a; between two graphs the caller hands it on as b; a new a would not reach b."""
+    values = {n: Value(n, 10, n) for n in ("a", "c")} | {"b": Value("b", 10, "a")}
+    values |= {"x": Value("x", 10, "x", Kind.PRIMAL), "d": Value("d", 10, "d", Kind.BACKWARD)}
+    graph = Graph(
+        (
+            Op("f", "f", ("x",), ("a",), Phase.FORWARD, seconds=1.0),
+            Op("hand", "caller", ("a",), ("b",), Phase.FORWARD, traits=frozenset({Trait.CALLER})),
+            Op("g", "f", ("b",), ("c",), Phase.FORWARD, seconds=1.0),
+            Op("h", "g", ("c", "b"), ("d",), Phase.BACKWARD),
+        ),
+        values,
+        ("d",),
+    )
+    assert make_problem(graph).may_run_again == (False, False, True, False)

@@ -161,6 +161,10 @@ def _made(graph: Graph, op: Op) -> set[str]:
     return {graph.values[name].storage for name in op.outputs}
 
 
+def _read(graph: Graph, op: Op) -> set[str]:
+    return {graph.values[name].storage for name in op.inputs}
+
+
 def _numbers(found: Iterable[int]) -> Ints:
     return tuple(sorted(set(found)))
 
@@ -174,20 +178,18 @@ def _charged_storages(graph: Graph) -> dict[str, int]:
 def _may_run_again(graph: Graph, positions: Sequence[Op]) -> tuple[bool, ...]:
     """Which ops may run again.
 
-    Beside the op itself, everything that makes views of its storages must be free to run again.
-    An op whose outputs are partly views is kept.
+    Beside the op itself, everything that makes aliases of its storages must be a view that is
+    free to run again. An op whose outputs are partly aliases is kept.
     """
-    blocked: set[str] = set()  # storages
+    blocked: set[str] = (
+        set()
+    )  # storages that something shows which would go on showing the old copy
     for op in graph.forward:
-        if op.is_view and not op.may_run_again:
-            blocked.update(graph.values[name].storage for name in op.outputs)
+        if not (op.is_view and op.may_run_again):
+            blocked |= _made(graph, op) & _read(graph, op)
 
     def free(op: Op) -> bool:
-        if not op.may_run_again or op.is_view:
-            return False
-        made = {graph.values[name].storage for name in op.outputs}
-        read = {graph.values[name].storage for name in op.inputs}
-        return not made & read and not made & blocked
+        return op.may_run_again and not op.is_view and not _made(graph, op) & blocked
 
     return tuple(free(op) for op in positions)
 
