@@ -97,6 +97,11 @@ def is_saved_without_check(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
+def save_without_check(node: fx.Node) -> None:
+    """Lets a saved tensor be changed before the backward, as `is_saved_without_check` reads it."""
+    node.meta["saved_tensor_with_no_vc_check"] = True
+
+
 def writes_arguments(target: Any) -> bool:
     """Whether an op writes to one of its arguments, by its schema."""
     schema = getattr(target, "_schema", None)

@@ -21,6 +21,8 @@ from fxrecals.plans import Plan
 from fxrecals.schedule import Schedule
 from fxrecals.units import parse_limit
 
+IN_EVAL = "the model is in eval mode: in train mode it draws dropout, and needs another plan"
+
 MOST_SIZES = 64
 """Input sizes and modes for which a rewritten module makes a plan each; then it is an error."""
 
@@ -64,7 +66,8 @@ def plan(
     priced = costing.named(cost)
     captured = capture(model, example, device=device)
     graph = step(captured, priced)
-    made = plan_graph(graph, read, solver=solver, notes=captured.breaks)
+    notes = (*captured.breaks, *([] if model.training else [IN_EVAL]))
+    made = plan_graph(graph, read, solver=solver, notes=notes)
     return _with_export(made, captured)
 
 
@@ -79,7 +82,10 @@ def rewrite(
     """A module with the same parameters that trains under `limit`, without `torch.compile`.
 
     It shares parameters, buffers and submodules with `model`, has its class and its
-    ``state_dict``, and gives plain eager's bits. `model` itself stays as it was.
+    ``state_dict``, and gives plain eager's bits. `model` itself stays as it was. Call ``train()``
+    and ``eval()`` on the one that you run: submodules are shared, their root's mode is not.
+
+    An input of another size than `example` is planned when it comes, under the same bytes.
 
     Args:
         model: a real model, in training mode as it will be trained.

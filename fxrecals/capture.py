@@ -608,12 +608,19 @@ def _ops(
                 Phase.FORWARD if node in forward else Phase.BACKWARD,
                 price.seconds,
                 price.flops,
-                price.scratch_bytes,
+                price.scratch_bytes + _replay_bytes(program, node, traits[node]),
                 traits[node],
                 places.of(node),
             )
         )
     return found
+
+
+def _replay_bytes(program: _Program, node: fx.Node, traits: frozenset[Trait]) -> int:
+    """A replay keeps the generator's own state aside while it runs."""
+    if Trait.RANDOM not in traits:
+        return 0
+    return STATE_BYTES.get(torch.device(_device(program, node)).type, 0)
 
 
 def _target(node: fx.Node) -> str:

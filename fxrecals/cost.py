@@ -415,8 +415,7 @@ def _scratch_key(call: Call) -> str | None:
         return None
     if not isinstance(call.target, torch._ops.OpOverload):
         return None
-    is_plain = torch.Tag.pointwise in call.target.tags and not call.is_random
-    if is_plain or str(call.packet).rpartition(".")[2].startswith(_PLAIN):
+    if str(call.packet).rpartition(".")[2].startswith(_PLAIN):
         return None
     return signature(call)
 

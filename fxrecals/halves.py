@@ -120,6 +120,7 @@ class _Program:
         outputs: what the forward returns, then what the backward returns; None stands for none.
         descriptions: what the runtime knows of each output.
         updated: nodes whose storage the forward updates in the end, where the backward looks at it.
+        statistics: nodes whose storage the forward updates, and whose content the backward ignores.
     """
 
     joint: fx.GraphModule
@@ -130,6 +131,7 @@ class _Program:
     descriptions: tuple[Any, ...]
     num_fwd_outputs: int
     updated: frozenset[fx.Node]
+    statistics: frozenset[fx.Node]
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -147,6 +149,8 @@ def _read(
     mutated_inputs: Collection[int],
 ) -> _Program:
     nodes = {node.name: node for node in joint.graph.nodes}
+    updated = tuple(_updated(joint, graph, mutated_inputs))
+    backward = frozenset(schedule.backward)
     output = next(node for node in reversed(joint.graph.nodes) if node.op == "output")
     outputs = tuple(tree_leaves(output.args, is_leaf=lambda x: x is None))
     return _Program(
@@ -157,11 +161,8 @@ def _read(
         outputs=outputs,
         descriptions=tuple(output.meta.get("desc", (None,) * len(outputs))),
         num_fwd_outputs=num_fwd_outputs,
-        updated=frozenset(
-            node
-            for node in _updated(joint, graph, mutated_inputs)
-            if _is_looked_at(node, graph, frozenset(schedule.backward))
-        ),
+        updated=frozenset(node for node in updated if _is_looked_at(node, graph, backward)),
+        statistics=frozenset(n for n in updated if not _is_looked_at(n, graph, backward)),
     )
 
 
@@ -452,6 +453,8 @@ def _sorted(program: _Program, saved: Collection[fx.Node], states: Collection[st
     objects = [node for node in found if _torch.is_opaque_object(node)]
     apart = {*symbols, *objects}
     tensors = [node for node in found if node not in apart]
+    for node in program.statistics & set(tensors):
+        _torch.save_without_check(node)  # another forward may update it before this backward
     tensors.sort(key=_torch.is_saved_without_check)
     return _Saved(
         tensors=tuple(tensors),

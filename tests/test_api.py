@@ -215,3 +215,48 @@ def test_symbolic_sizes_are_warned_of() -> None:
     compiled = torch.compile(model, backend=within, dynamic=True)
     with pytest.warns(UserWarning, match="sizes that may change"):
         compiled(torch.randn(8, 16)).sum().backward()
+
+
+class Masked(nn.Module):
+    """Products of mixed types, which the CPU casts into copies, and dropout's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(torch.tanh(self.first(x)))
+        return self.second(hidden * (hidden > 0)).tanh()
+
+
+def test_copies_within_an_op_count() -> None:
+    torch.manual_seed(0)
+    model, inputs = Masked(), (torch.randn(512, 64),)
+    floor = fxrecals.plan(model, inputs, "100%").floor_bytes
+    for limit in (floor, "100%"):
+        plan = fxrecals.plan(model, inputs, limit)
+        step = step_of(fxrecals.rewrite(model, inputs, plan), inputs)
+        step()
+        assert plan.limit_bytes is not None
+        assert peak_bytes(step, model) <= plan.limit_bytes
+
+
+def test_two_forwards_before_one_backward_through_batch_norm_at_the_floor() -> None:
+    """The second forward updates the statistics that the first one's recompute is given."""
+
+    def made() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in "abc"]
+        return nn.Sequential(*blocks, nn.Linear(32, 32)), torch.randn(64, 32)
+
+    (plain, x), (model, _) = made(), made()
+    floor = fxrecals.plan(model, x, "100%").floor_bytes
+    small = fxrecals.rewrite(model, x, floor)
+    for module in (plain, small):
+        (module(x).square().mean() + module(x + 1).square().mean()).backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), model.buffers(), strict=True))
