@@ -1,7 +1,7 @@
-"""What the tests share: a judge of equality, a small reader of joint graphs, schedules by hand.
+"""What the tests share: schedules by hand, a small reader of joint graphs, a measured peak.
 
-`record` and `compare` know nothing of how the step was run. The reader here is simpler than
-`fxrecals.capture` on purpose: the rewrite is tested without it.
+The reader here is simpler than `fxrecals.capture` on purpose: the rewrite is tested without it.
+Steps are judged by `benchmarks.measure`, which knows nothing of how they were run.
 """
 
 from __future__ import annotations
@@ -14,92 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.measure import step_memory
 from fxrecals import _torch, schedule
 from fxrecals.halves import compilers, split
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
 from fxrecals.schedule import Schedule
 
 Scheduler = Callable[[Graph], Schedule]
-
-
-@dataclass(frozen=True)
-class Record:
-    """Everything that the last of some training steps leaves behind."""
-
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    generator: Tensor
-
-
-def record(
-    call: Callable[..., Any],
-    model: nn.Module,
-    inputs: tuple[Any, ...],
-    loss: Callable[[Any], Tensor] | None = None,
-    steps: int = 2,
-) -> Record:
-    """Runs training steps of `call` from one seed: two, as the second sees what the first left."""
-    torch.manual_seed(0)
-    leaves = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
-    out: Any = None
-    for _ in range(steps):
-        for leaf in (*leaves, *model.parameters()):
-            leaf.grad = None
-        out = call(*inputs)
-        (loss or total)(out).backward()
-    gradients = {name: _copy(p.grad) for name, p in model.named_parameters()}
-    gradients |= {f"input {i}": _copy(t.grad) for i, t in enumerate(leaves)}
-    return Record(
-        outputs=[t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor)],
-        gradients=gradients,
-        buffers={name: b.clone() for name, b in model.named_buffers()},
-        generator=torch.get_rng_state(),
-    )
-
-
-def total(out: Any) -> Tensor:
-    """A loss that weighs every element of every differentiable output differently."""
-    found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-    return sum(
-        ((t * torch.linspace(0.5, 1.5, t.numel()).view(t.shape)).sum() for t in found),
-        start=torch.zeros(()),
-    )
-
-
-def _copy(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach().clone()
-
-
-def compare(reference: Record, candidate: Record) -> list[str]:
-    """What differs, a line each; the same bits are asked for."""
-    wrong: list[str] = []
-    if len(reference.outputs) != len(candidate.outputs):
-        wrong.append(f"{len(candidate.outputs)} outputs, not {len(reference.outputs)}")
-    for i, (a, b) in enumerate(zip(reference.outputs, candidate.outputs, strict=False)):
-        wrong += _differences(f"output {i}", a, b)
-    for name, gradient in reference.gradients.items():
-        wrong += _differences(f"gradient of {name}", gradient, candidate.gradients.get(name))
-    for name, buffer in reference.buffers.items():
-        wrong += _differences(f"buffer {name}", buffer, candidate.buffers.get(name))
-    if not torch.equal(reference.generator, candidate.generator):
-        wrong.append("the random generator is left in another state")
-    return wrong
-
-
-def _differences(name: str, a: Tensor | None, b: Tensor | None) -> list[str]:
-    if a is None and b is None:
-        return []
-    if a is None or b is None:
-        return [f"{name} is {'missing' if b is None else 'unexpected'}"]
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return [f"{name} is {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}"]
-    if torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
-        return []
-    return [f"{name} differs by {(a.double() - b.double()).abs().max().item():.3g}"]
 
 
 # --- schedules by hand -------------------------------------------------------------------------
@@ -262,34 +185,4 @@ def _value(node: fx.Node, kind: Kind) -> Value:
 
 def peak_bytes(step: Callable[[], Any], model: nn.Module) -> int:
     """Largest live total of a step on the CPU, parameter gradients left out, above its start."""
-    for parameter in model.parameters():
-        parameter.grad = None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step()
-    grads = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
-    events = _allocations(prof)
-    last = {address: i for i, (_, address, size) in enumerate(events) if size > 0}
-    gradients = {last[address] for address in grads if address in last}
-    live = peak = 0
-    sizes: dict[int, int] = {}
-    for i, (_, address, size) in enumerate(events):
-        if size > 0:
-            sizes[address] = 0 if i in gradients else size
-            live += sizes[address]
-        else:
-            live -= sizes.pop(address, 0)
-        peak = max(peak, live)
-    return peak
-
-
-def _allocations(prof: profile) -> list[tuple[int, int, int]]:
-    """(time, address, bytes) of every allocator event; bytes are negative for a free."""
-    found: list[tuple[int, int, int]] = []
-    stack = list(prof.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        if event.name == "[memory]":
-            fields: Any = event.extra_fields
-            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    return sorted(found, key=lambda event: event[0])
+    return step_memory(step, model, warmup=0).activations

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import fxrecals
 from benchmarks import models, promises, yardsticks
+from benchmarks.measure import compare, record
 from fxrecals.plans import Plan
-from tests.helpers import compare, peak_bytes, record
+from tests.helpers import peak_bytes
 
 LIMITS = ("100%", "75%", "50%", "35%")
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from benchmarks.measure import compare, record
 from fxrecals import dynamo, schedule
 from fxrecals.dynamo import Ledger, backend, named_backend
 from fxrecals.errors import InfeasibleLimitError, LimitError, OptionError
@@ -20,7 +21,6 @@ from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from fxrecals.units import parse_limit
 from tests import helpers
-from tests.helpers import compare, record
 
 # Dynamo looks at the gradient of what crosses a graph break, and warns itself of it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from benchmarks.measure import compare, record
 from fxrecals import schedule
 from fxrecals.halves import split as split_joint
 from fxrecals.ir import Phase
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from tests import helpers
-from tests.helpers import ByHand, Scheduler, Split, compare, record
+from tests.helpers import ByHand, Scheduler, Split
 
 SCHEDULES: dict[str, Scheduler] = {
     "keeping everything": Schedule.keeping_everything,
