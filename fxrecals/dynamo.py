@@ -23,12 +23,12 @@ from typing import Any, Literal, Protocol
 from torch import fx
 
 from fxrecals import _torch
-from fxrecals.capture import read as read_joint
 from fxrecals.cost import Cost, Free, named
 from fxrecals.errors import InfeasibleLimitError, OptionError
 from fxrecals.halves import compilers, split
 from fxrecals.ir import Graph, Trait
 from fxrecals.planning import solve_within
+from fxrecals.reading import read as read_joint
 from fxrecals.schedule import Schedule
 from fxrecals.solve import SOLVERS
 from fxrecals.timeline import simulate
@@ -51,7 +51,7 @@ class Planner(Protocol):
 
 
 class Reader(Protocol):
-    """Reads a joint graph, as `fxrecals.capture.read` does."""
+    """Reads a joint graph, as `fxrecals.reading.read` does."""
 
     def __call__(
         self,
@@ -85,7 +85,7 @@ def backend(
         cost: ``"roofline"``, ``"measured"`` or a `fxrecals.cost.Cost`: how long an op takes.
         solver: how the schedule is found; see `fxrecals.solve`.
         planner: instead of `fxrecals.planning.solve_within`.
-        reader: instead of `fxrecals.capture.read`.
+        reader: instead of `fxrecals.reading.read`.
 
     Raises:
         OptionError: an argument that does not work, before anything is compiled.

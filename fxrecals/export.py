@@ -21,12 +21,13 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from fxrecals import _torch, rng
-from fxrecals.capture import Captured, Joint, Run, read
+from fxrecals.capture import Captured, Joint, Run
 from fxrecals.cost import Free
 from fxrecals.errors import FxrecalsError
 from fxrecals.halves import split
 from fxrecals.ir import Graph
 from fxrecals.plans import Plan
+from fxrecals.reading import read
 
 CONSTANTS = "constants.pt"
 """File of tensors that the trace met and that are no inputs, by name; written if there are any."""
@@ -94,7 +95,6 @@ def _halves(plan: Plan, captured: Captured, run: Run) -> _Halves:
         joint.module,
         num_fwd_outputs=joint.num_fwd_outputs,
         parameter_inputs=joint.parameter_inputs,
-        mutated_inputs=joint.mutated_inputs,
         cost=Free(),
         stands_for=joint.stands_for,
     )
@@ -104,13 +104,12 @@ def _halves(plan: Plan, captured: Captured, run: Run) -> _Halves:
             "the plan is of another step than the captured one; what works: Plan.export, on the "
             "plan that fxrecals.plan returned"
         )
-    mutated = (*joint.mutated_inputs, *_torch.updated_inputs(joint.module, joint.num_fwd_outputs))
     forward, backward = split(
         joint.module,
         graph,
         schedule,
         num_fwd_outputs=joint.num_fwd_outputs,
-        mutated_inputs=mutated,
+        mutated_inputs=_torch.updated_inputs(joint.module, joint.num_fwd_outputs),
     )
     return _Halves(joint, run, graph, forward, backward)
 

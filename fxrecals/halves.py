@@ -47,7 +47,7 @@ def split(
 
     Args:
         joint: forward and backward in one graph, functional but for final updates of inputs.
-        graph: what `fxrecals.capture.read` made of `joint`; ops have the names of its nodes.
+        graph: what `fxrecals.reading.read` made of `joint`; ops have the names of its nodes.
         schedule: a valid schedule of `graph`.
         num_fwd_outputs: how many of the joint graph's outputs the forward returns.
         mutated_inputs: indices among the primals of those that the forward's caller updates.

@@ -1,7 +1,7 @@
 """What the tests share: schedules by hand, a small reader of joint graphs, a measured peak.
 
-The reader here is simpler than `fxrecals.capture` on purpose: the rewrite is tested without it.
-Steps are judged by `benchmarks.measure`, which knows nothing of how they were run.
+The reader here, `read`, is simpler than `fxrecals.reading` on purpose: the rewrite is tested
+without that one. Steps are judged by `benchmarks.measure`, which knows nothing of how they ran.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.measure import step_memory
 from fxrecals import _torch, schedule
+from fxrecals.capture import capture, step
+from fxrecals.cost import Free
 from fxrecals.halves import compilers, split
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
 from fxrecals.schedule import Schedule
@@ -59,6 +61,16 @@ def at_random(seed: int) -> Scheduler:
         return Schedule(tuple(op.name for op in graph.forward), tuple(backward))
 
     return schedule_of
+
+
+# --- a model as planning sees it ---------------------------------------------------------------
+
+
+def graph_of(model: nn.Module, example: object, device: str | None = None) -> Graph:
+    """The step of a model, priced at nothing."""
+    graph = step(capture(model, example, device=device), Free())
+    verify(graph)
+    return graph
 
 
 # --- a backend that follows them ---------------------------------------------------------------

@@ -20,7 +20,7 @@ LAYERS = {
         {"timeline"},
         {"solve"},
     ),
-    "torch": ({"_torch"}, {"rng"}, {"cost"}, {"capture"}, {"halves"}, {"engine"}),
+    "torch": ({"_torch"}, {"rng"}, {"cost"}, {"reading"}, {"capture"}, {"halves"}, {"engine"}),
     "view": ({"report", "plot"},),
     "top": (
         {"plans"},

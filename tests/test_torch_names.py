@@ -5,6 +5,12 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
+
+from fxrecals import _torch
+from fxrecals.capture import capture
+
+X = torch.ones(4, 4)
 
 NAMES = [
     ("torch.fx.graph", "_BoxedCodeGen"),
@@ -38,3 +44,45 @@ def test_dynamo_has_the_settings_that_a_rewrite_patches() -> None:
 def test_fake_tensors_can_be_made_with_static_shapes() -> None:
     fake = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
     assert "static_shapes" in inspect.signature(fake.from_tensor).parameters
+
+
+def test_sizes_are_ints_when_they_are_known() -> None:
+    assert _torch.hint(3) == 3
+
+
+def test_tensors_share_a_storage_key_exactly_if_they_share_a_storage() -> None:
+    assert _torch.storage_key(X) == _torch.storage_key(X.t())
+    assert _torch.storage_key(X) != _torch.storage_key(X.clone())
+    assert _torch.storage_bytes(X[:1]) == 64
+
+
+def test_descriptions_tell_gradients_tangents_and_updates_apart() -> None:
+    joint = capture(nn.BatchNorm1d(4), X).joints[0].module
+    descs = _torch.output_descs(joint)
+    assert any(_torch.gradient_of(d) is not None for d in descs)
+    tangents = [n for n in joint.graph.nodes if _torch.is_tangent(n)]
+    assert all(_torch.tangent_of(n) in descs for n in tangents)
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    assert {_torch.gradient_of(d) for d in descs} & {_torch.input_desc(n) for n in placeholders}
+    assert any(_torch.is_tagged_backward(n) for n in joint.graph.nodes)
+    assert _torch.mutated_by(object()) is None
+
+
+def test_collectives_are_known_by_their_namespace() -> None:
+    target = torch.ops._c10d_functional.all_reduce.default
+    assert _torch.is_collective(target)
+    assert not _torch.is_collective(torch.ops.aten.mm.default)
+
+
+def test_ops_without_results_and_asserts_have_effects() -> None:
+    graph = torch.fx.Graph()
+    assert _torch.is_effectful(graph.call_function(torch.ops.aten._assert_async.default, ()))
+    assert not _torch.is_effectful(graph.call_function(torch.ops.aten.mm.default, ()))
+
+
+def test_a_copied_graph_has_its_own_nodes_and_the_same_values() -> None:
+    joint = capture(nn.Linear(4, 4), X).joints[0].module
+    twin = _torch.copy_graph(joint)
+    pairs = list(zip(joint.graph.nodes, twin.graph.nodes, strict=True))
+    assert all(a is not b and a.name == b.name for a, b in pairs)
+    assert all(a.meta.get("val") is b.meta.get("val") for a, b in pairs)
