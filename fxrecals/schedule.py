@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fxrecals.ir import Graph, Kind, Op, Phase
+from fxrecals.ir import Graph, Op, Phase
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,3 @@ def _faults(graph: Graph, schedule: Schedule) -> Iterator[str]:
             yield f"op {name!r} may not run again"
     if schedule.backward and graph.op(schedule.backward[-1]).phase is Phase.FORWARD:
         yield "recompute after the last backward op"
-
-
-def rng_states(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
-    """Generator states that must be saved, because their ops run again."""
-    again = recomputed(graph, schedule)
-    return tuple(
-        name
-        for op in graph.forward
-        if op.is_random and op.name in again
-        for name in op.outputs
-        if graph.values[name].kind is Kind.RNG_STATE
-    )

@@ -14,7 +14,6 @@ from fxrecals.schedule import (
     reads,
     recomputed,
     regions,
-    rng_states,
     saved,
     verify,
 )
@@ -76,7 +75,6 @@ def test_the_schedule_without_recompute_runs_each_op_once() -> None:
     assert extra_seconds(_graph(), KEEP) == 0
     assert extra_flops(_graph(), KEEP) == 0
     assert regions(_graph(), KEEP) == ()
-    assert rng_states(_graph(), KEEP) == ()
 
 
 def test_what_the_backward_reads_before_it_is_made_again_is_saved() -> None:
@@ -115,10 +113,6 @@ def test_a_region_is_a_run_of_recompute_before_one_backward_op() -> None:
         Region(("drop",), before="drop_b"),
     )
     assert regions(_graph(), _schedule("loss t cos_b drop_b")) == ()
-
-
-def test_the_generator_state_of_an_op_that_runs_again_is_saved() -> None:
-    assert rng_states(_graph(), TWICE) == ("drop:rng",)
 
 
 @pytest.mark.parametrize(
@@ -189,14 +183,13 @@ def test_regions_counts_and_costs_agree(drawn: tuple[Graph, Schedule]) -> None:
 
 
 @given(graphs_with_schedules())
-def test_replayed_randomness_needs_a_saved_state(drawn: tuple[Graph, Schedule]) -> None:
+def test_generator_states_are_saved_of_the_ops_that_run_again(
+    drawn: tuple[Graph, Schedule],
+) -> None:
     graph, schedule = drawn
-    states = rng_states(graph, schedule)
-    assert set(states) <= set(saved(graph, schedule))
     again = recomputed(graph, schedule)
-    assert states == tuple(
-        f"{op.name}:rng" for op in graph.forward if op.is_random and op.name in again
-    )
+    states = [name for name in saved(graph, schedule) if graph.values[name].kind is Kind.RNG_STATE]
+    assert states == [f"{op.name}:rng" for op in graph.forward if op.is_random and op.name in again]
 
 
 @given(graphs_with_schedules())
