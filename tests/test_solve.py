@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from fxrecals import schedule as scheduling
 from fxrecals.errors import InfeasibleLimitError
-from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
+from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value
 from fxrecals.schedule import Schedule
-from fxrecals.solve import greedy, refine, segments
-from fxrecals.solve.auto import Frontier, auto, solve
+from fxrecals.solve import greedy, refine
+from fxrecals.solve.auto import Frontier, solve
 from fxrecals.solve.problem import Problem, make_problem
 from fxrecals.solve.state import State
 from fxrecals.timeline import simulate
+from tests.chains import chain
 from tests.oracle import cheapest
 from tests.strategies import joint_graphs
 
@@ -36,27 +37,8 @@ def judged(problem: Problem, state: State) -> int:
     return simulate(problem.graph, made).peak_bytes
 
 
-def chain(length: int, nbytes: int = 10) -> Graph:
-    """`length` ops in a row, each of whose outputs its backward op reads; every op takes 1 s.
-
-    The backward of op k reads its input a(k-1), and the gradient from above.
-    """
-    values = {"x": Value("x", nbytes, "x", Kind.PRIMAL)}
-    ops: list[Op] = []
-    for k in range(length):
-        source = f"a{k - 1}" if k else "x"
-        values[f"a{k}"] = Value(f"a{k}", nbytes, f"a{k}")
-        ops.append(Op(f"f{k}", "f", (source,), (f"a{k}",), Phase.FORWARD, seconds=1.0))
-    above = f"a{length - 1}"
-    for k in reversed(range(length)):
-        source = f"a{k - 1}" if k else "x"
-        values[f"d{k}"] = Value(f"d{k}", nbytes, f"d{k}", Kind.BACKWARD)
-        inputs = tuple(dict.fromkeys((above, source)))
-        ops.append(Op(f"b{k}", "b", inputs, (f"d{k}",), Phase.BACKWARD, seconds=2.0))
-        above = f"d{k}"
-    graph = Graph(tuple(ops), values, (above,))
-    verify(graph)
-    return graph
+def auto(graph: Graph, limit: int) -> Schedule:
+    return solve(Frontier(make_problem(graph)), limit)
 
 
 @given(joint_graphs(), st.randoms(use_true_random=False))
@@ -199,13 +181,6 @@ def test_spending_takes_the_dear_recompute_back_first() -> None:
     state = State(problem, {0: (4,), 1: (5,)})
     refine.spend(state, 30, refine.by_seconds, effort=100)
     assert state.snapshot() == {1: (5,)}
-
-
-def test_cuts_fall_where_little_crosses() -> None:
-    problem = make_problem(chain(16))
-    found = segments.cuts(problem, 40)
-    assert len(found) >= 3
-    assert all(len(segments.crossing(problem, [cut])) == 1 for cut in found)
 
 
 def test_lowering_stops_when_its_effort_is_spent() -> None:

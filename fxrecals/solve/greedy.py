@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -54,13 +54,20 @@ class Eviction(NamedTuple):
     before: int
 
 
-def lower(state: State, limit: int, *, effort: int, dearest: float = float("inf")) -> bool:
+def lower(
+    state: State,
+    limit: int,
+    *,
+    effort: int,
+    dearest: float = float("inf"),
+    forbidden: Iterable[Eviction] = (),
+) -> bool:
     """Adds recomputes to `state` until it fits `limit` bytes; says whether it does.
 
-    Gives up after `effort` toggles, when no move is left, or when the extra time exceeds
-    `dearest` seconds. `state` is then left as low as this could bring it.
+    Gives up after `effort` toggles, when no move is left but `forbidden` ones, or when the extra
+    time exceeds `dearest` seconds. `state` is then left as low as this could bring it.
     """
-    dead: set[Eviction] = set()
+    dead = set(forbidden)
     last = state.toggles + effort
     while state.toggles < last and state.seconds <= dearest:
         total = state.total
@@ -121,23 +128,21 @@ def excess(total: NDArray[np.int64], limit: int) -> int:
 
 def _try(state: State, runs: list[Run], limit: int) -> bool:
     """Plays a move; takes it back unless it lowers the excess."""
-    before = excess(state.total, limit)
+    before, mark = excess(state.total, limit), state.mark()
     for op, stage in runs:
         state.toggle(op, stage)
-    dropped = _drop_followers(state, runs, limit)
+    _drop_followers(state, runs, limit)
     if excess(state.total, limit) < before:
         return True
-    for op, stage in reversed([*runs, *dropped]):
-        state.toggle(op, stage)
+    state.rewind(mark)
     return False
 
 
-def _drop_followers(state: State, runs: list[Run], limit: int) -> list[Run]:
+def _drop_followers(state: State, runs: list[Run], limit: int) -> None:
     """Where an op now runs earlier than a later recompute of it, lets the earlier one serve both
     if the limit allows it. Runs that are cheap beside the others are left to `refine`."""
     ops = state.problem.ops
     worth = 0.02 * sum(ops[op].seconds for op, _ in runs)
-    dropped: list[Run] = []
     for op, stage in runs:
         later = state.runs[op]
         index = bisect_right(later, stage)
@@ -151,9 +156,6 @@ def _drop_followers(state: State, runs: list[Run], limit: int) -> list[Run]:
         state.toggle(op, following)
         if excess(state.total, limit) > before:
             state.toggle(op, following)
-        else:
-            dropped.append((op, following))
-    return dropped
 
 
 def evictions(state: State, position: int) -> Iterator[Eviction]:
@@ -188,6 +190,16 @@ def next_eviction(
     if before > end or not state.problem.may_run_at(state.problem.maker[storage], before):
         return None
     return Eviction(storage, after, before)
+
+
+def stretch_to(state: State, storage: int, stage: int) -> Eviction | None:
+    """The stretch of a storage's life that ends with the first read from `stage` on, if any."""
+    reads = state.reads(storage)
+    index = bisect_left(reads, stage)
+    if index == len(reads):
+        return None
+    start, _ = state.span(storage, reads[index])
+    return Eviction(storage, max(start, reads[index - 1]) if index else start, reads[index])
 
 
 def is_possible(state: State, eviction: Eviction) -> bool:

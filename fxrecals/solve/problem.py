@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fxrecals.ir import Graph, Op, Phase, Trait, is_charged
 from fxrecals.schedule import Schedule
@@ -62,6 +63,24 @@ class Problem:
     def end(self) -> int:
         """The position after the last one: to this the caller holds what it holds."""
         return len(self.ops)
+
+    @cached_property
+    def looked(self) -> Mapping[int, Ints]:
+        """The forward positions right after which a view of each storage is made."""
+        found: dict[int, list[int]] = {}
+        for position, storages in self.looks.items():
+            for storage in storages:
+                found.setdefault(storage, []).append(position)
+        return {storage: _numbers(positions) for storage, positions in found.items()}
+
+    @cached_property
+    def last_forward_reads(self) -> Ints:
+        """Where the forward reads each storage last, by an op or for a view; -1 if it does not."""
+        reads = zip(self.readers, map(self.looked.get, range(len(self.nbytes))), strict=True)
+        return tuple(
+            max((k for k in (*readers, *(looks or ())) if k < self.forward_count), default=-1)
+            for readers, looks in reads
+        )
 
     def may_run_at(self, op: int, stage: int) -> bool:
         """Whether `op` may run again at `stage`."""

@@ -32,6 +32,7 @@ class State:
     def __init__(self, problem: Problem, runs: Mapping[int, Iterable[int]] | None = None) -> None:
         self.problem = problem
         self.toggles = 0
+        self._log: list[tuple[int, int]] = []
         self.runs: dict[int, list[int]] = {op: sorted(at) for op, at in (runs or {}).items() if at}
         self.seconds = sum(problem.ops[op].seconds * len(at) for op, at in self.runs.items())
         self.stage: dict[int, list[int]] = {}
@@ -39,10 +40,6 @@ class State:
             for at in self.runs[op]:
                 self.stage.setdefault(at, []).append(op)
         self._scratch = [op.scratch_bytes for op in problem.ops]
-        self._looked: dict[int, list[int]] = {}
-        for position, storages in problem.looks.items():
-            for storage in storages:
-                self._looked.setdefault(storage, []).append(position)
         self.lazy = frozenset(s for s in problem.rng if s >= 0)
         self._inputs = [  # what a second run reads
             (*reads, state) if state >= 0 else reads
@@ -88,6 +85,16 @@ class State:
         self._settle()
         return int((self.through[start:end] + self.local[start:end]).max())
 
+    def mark(self) -> int:
+        """A moment that `rewind` can go back to."""
+        return len(self._log)
+
+    def rewind(self, mark: int) -> None:
+        """Takes back every toggle since a moment."""
+        while len(self._log) > mark:
+            self.toggle(*self._log[-1])
+            del self._log[-2:]
+
     def restore(self, snapshot: Snapshot) -> None:
         """Goes back to an earlier content."""
         wanted = {(op, at) for op, stages in snapshot.items() for at in stages}
@@ -111,6 +118,7 @@ class State:
     def toggle(self, op: int, stage: int) -> None:
         """Adds the recompute of `op` at `stage`, or removes it."""
         self.toggles += 1
+        self._log.append((op, stage))
         runs = self.runs.setdefault(op, [])
         ops = self.stage.setdefault(stage, [])
         if stage in runs:
@@ -177,7 +185,7 @@ class State:
         """The positions at which a storage is read, ascending."""
         readers = self.problem.readers[storage]
         again = [at for op in readers if op in self.runs for at in self.runs[op]]
-        looked = self._looked.get(storage, ())
+        looked = self.problem.looked.get(storage, ())
         return sorted({*readers, *again, *looked}) if again or looked else list(readers)
 
     def _walk(self, position: int) -> int:

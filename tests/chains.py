@@ -1,0 +1,84 @@
+"""Chains of ops, whose best schedules are known from the literature."""
+
+from collections.abc import Sequence
+from functools import cache
+from math import comb, inf
+
+from fxrecals.ir import Graph, Kind, Op, Phase, Value, verify
+
+
+def chain(
+    length: int,
+    nbytes: int | Sequence[int] = 10,
+    seconds: float | Sequence[float] = 1.0,
+    gradients: int | Sequence[int] | None = None,
+) -> Graph:
+    """`length` ops in a row, each of whose outputs the backward op of the next one reads.
+
+    Op k makes ``a{k}`` of ``a{k-1}``; its backward op makes ``d{k}`` of ``a{k-1}`` and the gradient
+    from above, which for the last op is its own output.
+
+    Args:
+        length: number of ops.
+        nbytes: of each ``a{k}``.
+        seconds: of each op.
+        gradients: bytes of each ``d{k}``; by default those of ``a{k}``.
+    """
+    sizes = [nbytes] * length if isinstance(nbytes, int) else list(nbytes)
+    times = [seconds] * length if isinstance(seconds, float | int) else list(seconds)
+    returned = gradients if gradients is not None else sizes
+    slopes = [returned] * length if isinstance(returned, int) else list(returned)
+    values = {"x": Value("x", 1, "x", Kind.PRIMAL)}
+    ops: list[Op] = []
+    for k in range(length):
+        source = f"a{k - 1}" if k else "x"
+        values[f"a{k}"] = Value(f"a{k}", sizes[k], f"a{k}")
+        ops.append(Op(f"f{k}", "f", (source,), (f"a{k}",), Phase.FORWARD, seconds=times[k]))
+    above = f"a{length - 1}"
+    for k in reversed(range(length)):
+        source = f"a{k - 1}" if k else "x"
+        values[f"d{k}"] = Value(f"d{k}", slopes[k], f"d{k}", Kind.BACKWARD)
+        inputs = tuple(dict.fromkeys((above, source)))
+        ops.append(Op(f"b{k}", "b", inputs, (f"d{k}",), Phase.BACKWARD, seconds=2.0))
+        above = f"d{k}"
+    graph = Graph(tuple(ops), values, (above,))
+    verify(graph)
+    return graph
+
+
+def binomial(length: int, slots: int) -> int:
+    """Ops that run in all, forward, to reverse a uniform chain with `slots` states, the input's
+    among them (Griewank and Walther 2000, Algorithm 799, https://doi.org/10.1145/347837.347846)."""
+    sweeps = 0
+    while comb(slots + sweeps, slots) < length:
+        sweeps += 1
+    return sweeps * length - comb(slots + sweeps, sweeps - 1) if sweeps else 0
+
+
+def rotor(sizes: Sequence[int], times: Sequence[float], slopes: Sequence[int], limit: int) -> float:
+    """Least extra seconds of a `chain` within `limit` bytes, by rotor's recursion (Beaumont et al.
+    2019, https://hal.inria.fr/hal-02352969); infinite if there is no way."""
+    last = len(sizes) - 1
+    above = [*slopes[1:], sizes[last]]  # the gradient that the backward of each op reads
+
+    @cache
+    def least(s: int, t: int, room: int) -> float:
+        """For ops `s` to `t` within `room` bytes, the input of `s` not counted."""
+        first = t == last
+        if s == t:
+            forward = sizes[s] if first else 0
+            return 0.0 if room >= max(forward, above[s] + slopes[s]) else inf
+        best = inf
+        entering = 0 if first else above[t]
+        seconds = 0.0
+        for i in range(s, t):
+            source = sizes[i - 1] if i > s else 0
+            if room < entering + source + sizes[i]:
+                break
+            seconds += 0.0 if first else times[i]
+            if room >= sizes[i]:
+                right = least(i + 1, t, room - sizes[i])
+                best = min(best, seconds + right + least(s, i, room))
+        return best
+
+    return least(0, last, limit)
