@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxrecals.schedule import Schedule
+from fxrecals.schedule import Schedule, verify
 from fxrecals.solve.auto import Frontier
 from fxrecals.solve.chain import SLOTS, Chain, cuts, dearest
 from fxrecals.solve.problem import Problem, make_problem
@@ -19,7 +19,7 @@ from tests.strategies import joint_graphs
 
 def op_by_op(problem: Problem) -> Chain:
     """Every op a block of its own."""
-    return Chain(problem, tuple(range(problem.forward_count - 1)))
+    return Chain(State(problem), tuple(range(problem.forward_count - 1)))
 
 
 @pytest.mark.parametrize("slots", range(1, 8))
@@ -28,9 +28,8 @@ def test_uniform_chains_are_reversed_by_the_binomial_schedule(length: int, slots
     """Two units of bytes are at work in every backward op, beside the state that it reads."""
     problem = make_problem(chain(length, 1))
     limit = slots - 1 + 3
-    runs = op_by_op(problem).runs(limit)
-    assert runs is not None
-    state = State(problem, runs)
+    state = op_by_op(problem).state(limit)
+    assert state is not None
     assert state.peak_bytes <= limit
     assert state.seconds == binomial(length, slots) - (length - 1)
 
@@ -61,10 +60,9 @@ def test_chains_cost_what_rotors_recursion_says(data: st.DataObject) -> None:
     assert baseline <= SLOTS
     limit = data.draw(st.integers(1, baseline))
     least = rotor(sizes, [float(t) for t in times], slopes, limit)
-    runs = op_by_op(problem).runs(limit)
-    assert (runs is None) == np.isinf(least)
-    if runs is not None:
-        state = State(problem, runs)
+    state = op_by_op(problem).state(limit)
+    assert (state is None) == np.isinf(least)
+    if state is not None:
         assert state.peak_bytes <= limit
         assert state.seconds <= least
         found = Frontier(problem).cheapest(limit)
@@ -76,10 +74,11 @@ def test_chains_cost_what_rotors_recursion_says(data: st.DataObject) -> None:
 def test_what_a_chain_runs_again_is_a_valid_schedule(graph, percent: int) -> None:
     problem = make_problem(graph)
     limit = simulate(graph, Schedule.keeping_everything(graph)).peak_bytes * percent // 100
-    runs = op_by_op(problem).runs(limit)
-    if runs is not None:
-        state = State(problem, runs)
-        assert simulate(graph, problem.schedule(runs)).peak_bytes == state.peak_bytes
+    state = op_by_op(problem).state(limit)
+    if state is not None:
+        made = problem.schedule(state.snapshot())
+        verify(graph, made)
+        assert simulate(graph, made).peak_bytes == state.peak_bytes
 
 
 def test_cuts_fall_where_little_crosses() -> None:

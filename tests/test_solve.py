@@ -186,7 +186,7 @@ def test_spending_takes_the_dear_recompute_back_first() -> None:
 def test_lowering_stops_when_its_effort_is_spent() -> None:
     state = State(make_problem(chain(64)))
     greedy.lower(state, 1, effort=10)
-    assert state.toggles < 40
+    assert state.work < 40
 
 
 def test_what_the_caller_hands_on_is_not_made_again() -> None:

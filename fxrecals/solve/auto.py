@@ -4,7 +4,7 @@
 and greedy descents from the lowest of them, down to the floor. Given a limit, it starts from the
 explored states that fit, from the nearest that do not, lowered, from what the chains say of this
 limit, and from what the relaxation cuts (`bound`); spends on each what is left; and improves the
-best of them by local search. All work is counted in toggles, not in seconds, so that the same
+best of them by local search. Effort is counted in moves, not in seconds, so that the same
 graph and limit give the same schedule on every machine, unless a deadline cuts the work short.
 """
 
@@ -29,26 +29,35 @@ BLOCKS = (16, 48)
 ONCE = (0.0, 0.1, 0.2, 0.35)
 """Shares of the forward's bytes whose ops, the dearest for them, do not run again."""
 
-CHAINED = 12
+CHAINED = 10
 """At how many limits each chain is asked before a limit is given."""
 
 DESCENTS = 3
-"""How many states are brought down to their floor."""
+"""How many states are brought down to their floor, beside the one that keeps everything."""
+
+FITTING = 6
+"""How many explored states within the limit a search starts from."""
 
 LOWERED = 4
-"""How many explored states above the limit are lowered to it."""
+"""How many explored states above the limit a search lowers to it."""
 
-SPENT = 6
-"""How many states within the limit are refined."""
+IMPROVED = 12
+"""How many of its best states a search improves, if effort is left after those before."""
 
-IMPROVED = 3
-"""How many of the best are improved by local search."""
+SEARCHED = 3
+"""Efforts of a descent that all local search of one limit may take."""
 
 DEAREST = 4.0
 """Extra time, in steps, beyond which no lower floor is sought: nobody trains that slowly."""
 
+EFFORT = 40_000
+"""Work that one descent may take on a graph of `LARGE` positions or fewer; on larger ones, where
+a toggle takes longer, so much less."""
+
+LARGE = 2_000
+
 Progress = Callable[[float, float, float], None]
-"""Told of each better answer: its extra seconds, the lower bound, seconds spent searching."""
+"""Told of every better answer: its extra seconds, the lower bound on them, seconds searched."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +102,21 @@ class Frontier:
 
     Attributes:
         problem: the graph, by number.
-        effort: toggles that one descent, or one local search, may take.
         clock: how long all of it may take; what was begun is brought to an end.
     """
 
     problem: Problem
-    effort: int = 40_000
     clock: Clock = field(default_factory=Clock)
+
+    @property
+    def effort(self) -> int:
+        """Work that one descent may take."""
+        return EFFORT * LARGE // max(LARGE, self.problem.end)
+
+    @cached_property
+    def kept(self) -> State:
+        """The state in which nothing runs again."""
+        return State(self.problem)
 
     @cached_property
     def relaxation(self) -> bound.Relaxation:
@@ -111,18 +128,18 @@ class Frontier:
         """The graph as chains of blocks, the coarsest first."""
         cut = dict.fromkeys(cuts(self.problem, blocks) for blocks in BLOCKS)
         once = dict.fromkeys(dearest(self.problem, share) for share in ONCE)
-        return tuple(Chain(self.problem, *each) for each in product(cut, once))
+        return tuple(Chain(self.kept, *each) for each in product(cut, once))
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
         """Everything explored, the lowest peak first; the cheapest first among equal peaks."""
-        kept = Point.of(State(self.problem))
+        kept = Point.of(self.kept)
         starts = list(self._chained())
         found = [kept, *starts]
         dearest = DEAREST * max(self.problem.graph.seconds, 1e-9)
         lowest = sorted(starts, key=lambda p: (p.peak_bytes, p.seconds))[:DESCENTS]
         for start in [kept, *lowest]:
-            state = State(self.problem, start.runs)
+            state = self.kept.at(start.runs)
             for runs in greedy.descend(state, effort=self.effort, dearest=dearest):
                 found.append(Point(state.peak_bytes, state.seconds, runs))
             if not self.clock.goes_on():
@@ -135,9 +152,9 @@ class Frontier:
             if not floor:
                 continue
             ratio = max(1.0, self.baseline_bytes / floor) ** (1 / CHAINED)
-            limits = (int(floor * ratio**k) for k in range(CHAINED))
-            for runs in _distinct(map(chain.runs, limits)):
-                yield Point.of(State(self.problem, runs))
+            for k in range(CHAINED):
+                if state := chain.state(int(floor * ratio**k)):
+                    yield Point.of(state)
 
     @property
     def floor(self) -> Point:
@@ -147,7 +164,7 @@ class Frontier:
     @cached_property
     def baseline_bytes(self) -> int:
         """The peak when everything is kept."""
-        return State(self.problem).peak_bytes
+        return self.kept.peak_bytes
 
     def bound_seconds(self, limit: int) -> float:
         """Seconds of extra time that every schedule within `limit` bytes takes at least."""
@@ -155,31 +172,60 @@ class Frontier:
 
     def cheapest(self, limit: int, progress: Progress | None = None) -> Point | None:
         """The cheapest point found within `limit` bytes, or None below the floor."""
-        if self.baseline_bytes <= limit:
-            return Point.of(State(self.problem))
-        if limit < self.floor.peak_bytes:
-            return None
-        best: list[Point] = []
-        for point in self._within(limit):
-            best = sorted([*best, point], key=lambda p: p.seconds)[:IMPROVED]
-        state = [self._improved(point, limit) for point in best]
-        return min(state, key=lambda p: p.seconds)
+        best: Point | None = None
+        for best in self.search(limit, SEARCHED * self.effort):
+            if progress is not None:
+                progress(best.seconds, self.bound_seconds(limit), self.clock.elapsed)
+        return best
 
-    def _within(self, limit: int) -> Iterator[Point]:
-        within = sorted((p for p in self.points if p.peak_bytes <= limit), key=lambda p: p.seconds)
-        dearest = 1.5 * within[0].seconds
-        for point in within[:SPENT]:
-            yield self._spent(point, limit)
+    def search(self, limit: int, effort: int) -> Iterator[Point]:
+        """Ever cheaper points within `limit` bytes; none below the floor.
+
+        `effort` is how much work all local search may take.
+        """
+        if self.baseline_bytes <= limit:
+            yield Point.of(self.kept)
+            return
+        found: list[Point] = []
+        for point in self._starts(limit):
+            if not found or point.seconds < found[0].seconds:
+                yield point
+            if all(point.seconds != other.seconds for other in found):
+                found = sorted([*found, point], key=lambda p: p.seconds)[:IMPROVED]
+        best = found[0].seconds if found else 0.0
+        for point in found:
+            state = self.kept.at(point.runs)
+            refine.improve(state, limit, effort=effort, go_on=self.clock.goes_on)
+            effort -= state.work
+            if state.seconds < best:
+                best = state.seconds
+                yield Point.of(state)
+            if effort <= 0:
+                break
+
+    def _starts(self, limit: int) -> Iterator[Point]:
+        """Points within `limit` bytes, none of which can spare a single recompute."""
+        fits = sorted((p for p in self.points if p.peak_bytes <= limit), key=lambda p: p.seconds)
+        if not fits:
+            return
+        for point in fits[:FITTING]:
+            yield self._spent(self.kept.at(point.runs), limit)
         above = [p.runs for p in self.points if p.peak_bytes > limit][:LOWERED]
-        chained = [runs for chain in self.chains if (runs := chain.runs(limit)) is not None]
+        chained = [state.snapshot() for chain in self.chains if (state := chain.state(limit))]
         for runs in _distinct([*chained, self._relaxed(limit), *above]):
-            state = State(self.problem, runs)
-            if greedy.lower(state, limit, effort=self.effort, dearest=dearest):
-                yield self._spent(Point.of(state), limit)
+            if not self.clock.goes_on():
+                return
+            state = self.kept.at(runs)
+            if greedy.lower(state, limit, effort=self.effort, dearest=1.5 * fits[0].seconds):
+                yield self._spent(state, limit)
+
+    def _spent(self, state: State, limit: int) -> Point:
+        refine.spend(state, limit, refine.by_area, effort=self.effort // 4)
+        return Point.of(state)
 
     def _relaxed(self, limit: int) -> Snapshot:
         """What the relaxation cuts, whether that fits or not."""
-        state, problem = State(self.problem), self.problem
+        state, problem = self.kept.copy(), self.problem
         cut = self.relaxation.solve(limit).cut
         for gap in sorted(cut, key=lambda gap: (gap.last, gap.storage)):
             stretch = greedy.Eviction(gap.storage, gap.first - 1, gap.last + 1)
@@ -189,39 +235,28 @@ class Frontier:
                     state.toggle(*run)
         return state.snapshot()
 
-    def _improved(self, point: Point, limit: int) -> Point:
-        state = State(self.problem, point.runs)
-        refine.improve(state, limit, effort=self.effort, go_on=self.clock.goes_on)
-        return Point.of(state)
-
     def curve(self, limits: Sequence[int]) -> dict[int, Point]:
         """The cheapest point within each limit, the largest limit first.
 
-        A larger limit never costs more: what a tighter one found, it may take too.
+        A larger limit never costs more: what a tighter one found, it may take too. The effort of
+        one search is shared among all.
         """
+        effort = SEARCHED * self.effort // max(1, len(limits))
         found: dict[int, Point] = {}
         best: Point | None = None
         for limit in sorted(limits):
-            point = self.cheapest(limit)
-            if best is None or (point is not None and point.seconds <= best.seconds):
-                best = point
+            for point in self.search(limit, effort):
+                if best is None or point.seconds <= best.seconds:
+                    best = point
             if best is not None:
                 found[limit] = best
         return dict(reversed(found.items()))
 
-    def _spent(self, point: Point, limit: int) -> Point:
-        found: list[Point] = []
-        for worth in refine.WORTHS:
-            state = State(self.problem, point.runs)
-            refine.spend(state, limit, worth, effort=self.effort // 4)
-            found.append(Point.of(state))
-        return min(found, key=lambda p: p.seconds)
 
-
-def _distinct(found: Iterable[Snapshot | None]) -> Iterator[Snapshot]:
+def _distinct(found: Iterable[Snapshot]) -> Iterator[Snapshot]:
     seen: list[Snapshot] = []
     for runs in found:
-        if runs is not None and runs not in seen:
+        if runs not in seen:
             seen.append(runs)
             yield runs
 
@@ -236,7 +271,7 @@ def solve(frontier: Frontier, limit: int) -> Schedule:
 
 def infeasible(frontier: Frontier, limit: int) -> InfeasibleLimitError:
     """The error that names the floor of a frontier and the op that sets it."""
-    floor = State(frontier.problem, frontier.floor.runs)
+    floor = frontier.kept.at(frontier.floor.runs)
     op = frontier.problem.ops[int(floor.total.argmax())]
     return InfeasibleLimitError(
         limit_bytes=limit,

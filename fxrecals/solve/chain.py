@@ -164,12 +164,12 @@ class Chain:
     """The blocks of a graph and the table that solves them, whatever the limit.
 
     Attributes:
-        problem: the graph, by number.
+        kept: the state in which nothing runs again.
         cuts: forward positions behind which it is cut, ascending.
         once: ops that do not run again; what they make is kept.
     """
 
-    problem: Problem
+    kept: State
     cuts: Ints
     once: frozenset[int] = frozenset()
 
@@ -182,21 +182,21 @@ class Chain:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The forward from cut to cut."""
-        return tuple(_Measure(self.problem, self.once).blocks(self.cuts))
+        return tuple(_Measure(self.kept, self.once).blocks(self.cuts))
 
     @cached_property
     def table(self) -> _Table:
         """Extra seconds of every region for every number of slots."""
-        return _Table(self.problem, self.blocks, State(self.problem).peak_bytes)
+        return _Table(self.kept.problem, self.blocks, self.kept.peak_bytes)
 
-    def runs(self, limit: int) -> Snapshot | None:
+    def state(self, limit: int) -> State | None:
         """What the table runs again within `limit` bytes; None where it finds nothing."""
         found = self.table.runs(limit)
         if found is None:
             return None
-        state = State(self.problem, found)
+        state = self.kept.at(found)
         drop_useless(state)
-        return state.snapshot()
+        return state
 
 
 class _Measure:
@@ -206,8 +206,8 @@ class _Measure:
     positions at which they are alive when everything is kept.
     """
 
-    def __init__(self, problem: Problem, once: frozenset[int]) -> None:
-        self.problem = problem
+    def __init__(self, kept: State, once: frozenset[int]) -> None:
+        problem = self.problem = kept.problem
         count = problem.forward_count
         self.free = [
             maker < count and problem.may_run_again[maker] and storage not in problem.held
@@ -216,7 +216,6 @@ class _Measure:
         ]  # fmt: skip
         self.last_read = problem.last_forward_reads
         self.late_reads = [readers[bisect_left(readers, count) :] for readers in problem.readers]
-        kept = State(problem)
         self.fixed: Bytes = kept.total  # bytes at each position but for those of free storages
         self.entering: Bytes = np.zeros(
             problem.end, np.int64
@@ -240,7 +239,9 @@ class _Measure:
         stages = self._stages(ends)
         for k, span in enumerate(zip(firsts, ends, strict=True)):
             until = stages[k - 1] if k else self.problem.end
-            yield self._block(span, crossing[k], (stages[k], until))
+            entering = crossing[k - 1] if k else frozenset[int]()
+            entering -= crossing[k - 2] if k > 1 else frozenset[int]()
+            yield self._block(span, entering, crossing[k], (stages[k], until))
 
     def _crossing(self, ends: Sequence[int]) -> list[frozenset[int]]:
         found: list[set[int]] = [set() for _ in ends]
@@ -267,12 +268,17 @@ class _Measure:
         return stages
 
     def _block(
-        self, span: tuple[int, int], crossing: frozenset[int], turn: tuple[int, int]
+        self,
+        span: tuple[int, int],
+        entering: frozenset[int],
+        crossing: frozenset[int],
+        turn: tuple[int, int],
     ) -> Block:
         first, last = span
         made = [s for k in range(first, last + 1) for s in self.problem.makes[k] if self.free[s]]
         leaving = [s for s in made if s in crossing]
-        savings = (self._saving(span, made, leaving, turn, share) for share in SHARES)
+        beside = self._beside(entering, turn)
+        savings = (self._saving(span, made, leaving, turn, beside, share) for share in SHARES)
         return Block(
             first=first,
             last=last,
@@ -283,6 +289,19 @@ class _Measure:
             beside_forward=int(self.entering[first : last + 1].max()),
             beside_backward=int(self.entering[turn[0]]) if turn[0] < self.problem.end else 0,
         )
+
+    def _beside(self, entering: frozenset[int], turn: tuple[int, int]) -> Bytes:
+        """Bytes at each stage of a block's backward beside its own and what it was made of.
+
+        What crosses only the cut in front of the block is held for its sake: after its last read
+        it makes room.
+        """
+        begin, end = turn
+        beside: Bytes = self.fixed[begin:end].copy()
+        for s in entering:
+            last = max((begin - 1, *self.late_reads[s][-1:]))
+            beside[last + 1 - begin :] -= self.problem.nbytes[s]
+        return beside
 
     def _pass(self, span: tuple[int, int], wanted: Collection[int]) -> Pass:
         """The run of a block that leaves what is wanted."""
@@ -319,6 +338,7 @@ class _Measure:
         made: list[int],
         leaving: list[int],
         turn: tuple[int, int],
+        beside: Bytes,
         share: float,
     ) -> Saving:
         begin, end = turn
@@ -327,7 +347,7 @@ class _Measure:
         dropped = self._cheapest(own, share)
         saved = [s for s in own if s not in dropped]
         again, born, passing = self._remade(span[0], made, dropped)
-        alive: Bytes = self.fixed[begin:end].copy()
+        alive = beside.copy()
         for s in late:
             alive[max(0, born.get(s, begin) - begin) : self.late_reads[s][-1] + 1 - begin] += (
                 self.problem.nbytes[s]
@@ -339,7 +359,7 @@ class _Measure:
             saved_bytes=sum(self.problem.nbytes[s] for s in saved),
             onward=self._pass(span, {*saved, *leaving}),
             alone=self._pass(span, {*late} - dropped),
-            backward_bytes=int(alive.max(initial=0)),
+            backward_bytes=int(np.max(alive, initial=0)),
             again=again,
             seconds=self._seconds(op for op, _ in again),
         )
@@ -469,7 +489,7 @@ class _Table:
         best[better] = seconds[better]
         choice[better] = which
 
-    def runs(self, limit: int) -> dict[int, list[int]] | None:
+    def runs(self, limit: int) -> Snapshot | None:
         """The runs of the solution within `limit` bytes."""
         found: dict[int, set[int]] = {}
         last = len(self.blocks) - 1
@@ -483,7 +503,7 @@ class _Table:
             for op, stage in runs:
                 if stage < self.problem.end and self.problem.may_run_at(op, stage):
                     found.setdefault(op, set()).add(stage)
-        return {op: sorted(stages) for op, stages in found.items()}
+        return {op: tuple(sorted(stages)) for op, stages in found.items()}
 
     def _walk(
         self, s: int, t: int, slots: int

@@ -36,6 +36,9 @@ Run = tuple[int, int]
 FEW = 16
 """Evictions that need no more runs than this have each of them looked at."""
 
+PRICED = 4
+"""So many evictions are priced in the time of a toggle."""
+
 TINY = 1e-9
 """Seconds added to every price, so that of free recomputes the larger one comes first."""
 
@@ -64,12 +67,12 @@ def lower(
 ) -> bool:
     """Adds recomputes to `state` until it fits `limit` bytes; says whether it does.
 
-    Gives up after `effort` toggles, when no move is left but `forbidden` ones, or when the extra
+    Gives up after `effort` of work, when no move is left but `forbidden` ones, or when the extra
     time exceeds `dearest` seconds. `state` is then left as low as this could bring it.
     """
     dead = set(forbidden)
-    last = state.toggles + effort
-    while state.toggles < last and state.seconds <= dearest:
+    last = state.work + effort
+    while state.work < last and state.seconds <= dearest:
         total = state.total
         peak = int(total.argmax())
         if total[peak] <= limit:
@@ -82,14 +85,14 @@ def lower(
 def descend(state: State, *, effort: int, dearest: float) -> Iterator[Snapshot]:
     """Ever lower states, from `state` down to the lowest that this can reach.
 
-    Ends after about `effort` toggles, or where the extra time would exceed `dearest` seconds.
+    Ends after about `effort` of work, or where the extra time would exceed `dearest` seconds.
     """
-    last = state.toggles + effort
+    last = state.work + effort
     best = state.snapshot()
     shrink = 0.1
-    while shrink > 0.005 and state.toggles < last and state.peak_bytes:
+    while shrink > 0.005 and state.work < last and state.peak_bytes:
         target = int(state.peak_bytes * (1 - shrink))
-        if lower(state, target, effort=last - state.toggles, dearest=dearest):
+        if lower(state, target, effort=last - state.work, dearest=dearest):
             best = state.snapshot()
             yield best
         else:
@@ -98,16 +101,17 @@ def descend(state: State, *, effort: int, dearest: float) -> Iterator[Snapshot]:
 
 
 def _relieve(state: State, position: int, limit: int, dead: set[Eviction], last: int) -> bool:
-    """Evicts until `position` fits or `last` toggles are done; says whether anything was gained."""
+    """Evicts until `position` fits or `last` work is done; says whether anything was gained."""
     over = np.concatenate(([0], np.cumsum(state.total > limit)))
     queue = [
         (_price(state, eviction, over), eviction)
         for eviction in evictions(state, position)
         if eviction not in dead
     ]
+    state.work += len(queue) // PRICED
     heapq.heapify(queue)
     gained = False
-    while queue and state.toggles < last and state.peak_at(position) > limit:
+    while queue and state.work < last and state.peak_at(position) > limit:
         price, eviction = heapq.heappop(queue)
         if not is_possible(state, eviction):
             continue
@@ -160,17 +164,8 @@ def _drop_followers(state: State, runs: list[Run], limit: int) -> None:
 
 def evictions(state: State, position: int) -> Iterator[Eviction]:
     """Everything that merely passes through `position` and could be made again after it."""
-    problem = state.problem
-    for storage, nbytes in enumerate(problem.nbytes):
-        maker = problem.maker[storage]
-        if not nbytes or not problem.may_run_again[maker] or storage in state.lazy:
-            continue
-        if state.ends[storage][-1] <= position and state.ends[storage][0] <= position:
-            continue
-        start, end = state.span(storage, position) if maker < position else (position, position)
-        if not start < position < end:
-            continue
-        if end == problem.end:
+    for storage, start, end in state.passing(position):
+        if end == state.problem.end:
             continue  # the caller holds it
         eviction = next_eviction(state, storage, position, start, end)
         if eviction is not None:

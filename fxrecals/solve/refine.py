@@ -16,7 +16,7 @@ from fxrecals.solve import greedy
 from fxrecals.solve.state import State
 
 REPLACING = 2_000
-"""Toggles that one try to replace a recompute may take."""
+"""Work that one try to replace a recompute may take."""
 
 WORTH_REPLACING = 0.002
 """A recompute that takes less than this part of the extra time is left alone."""
@@ -35,13 +35,13 @@ def spend(
 ) -> None:
     """Undoes recomputes while the peak stays within `limit`, the worthiest first.
 
-    Ends when no single recompute can be taken back, or after about `effort` toggles. Where
+    Ends when no single recompute can be taken back, or after about `effort` of work. Where
     `fallen` is given, only recomputes are tried whose going would weigh on positions that it marks.
     """
     before = None if fallen is None else np.concatenate(([0], np.cumsum(fallen)))
     changed = True
-    last = state.toggles + effort
-    while changed and state.toggles < last:
+    last = state.work + effort
+    while changed and state.work < last:
         changed = False
         runs = [
             (op, stage)
@@ -51,7 +51,7 @@ def spend(
         ]
         runs.sort(key=lambda run: (-worth(state, *run), run))
         for op, stage in runs:
-            if state.toggles >= last:
+            if state.work >= last:
                 break
             if state.runs_at(op, stage) and undo(state, op, stage, limit):
                 changed = True
@@ -97,10 +97,10 @@ def improve(state: State, limit: int, *, effort: int, go_on: Callable[[], bool] 
     """Local search: one recompute at a time, the dearest first, is ruled out; what that needs to
     fit `limit` again is found by `greedy.lower`, and kept if the whole is cheaper.
 
-    Ends when a round over all recomputes has gained nothing, after about `effort` toggles, or
+    Ends when a round over all recomputes has gained nothing, after about `effort` of work, or
     when `go_on` says so.
     """
-    last = state.toggles + effort
+    last = state.work + effort
     gained = True
     while gained:
         gained = False
@@ -110,7 +110,7 @@ def improve(state: State, limit: int, *, effort: int, go_on: Callable[[], bool] 
         for op, stage in runs:
             if ops[op].seconds < WORTH_REPLACING * state.seconds:
                 break
-            if state.toggles >= last or not go_on():
+            if state.work >= last or not go_on():
                 return
             if state.runs_at(op, stage) and _replace(state, op, stage, limit, last):
                 gained = True
@@ -125,7 +125,7 @@ def _replace(state: State, op: int, stage: int, limit: int, last: int) -> bool:
         for storage in state.problem.makes[op]
         if (eviction := greedy.stretch_to(state, storage, stage)) is not None
     ]
-    effort = min(last - state.toggles, REPLACING)
+    effort = min(last - state.work, REPLACING)
     dearest = seconds + 0.5 * state.problem.ops[op].seconds
     if greedy.lower(state, limit, effort=effort, dearest=dearest, forbidden=lived_on):
         spend(state, limit, by_area, effort=effort, fallen=state.total < total)

@@ -12,12 +12,13 @@ position is charged by walking that position's runs (`local`).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fxrecals.solve.problem import Problem
+from fxrecals.solve.problem import Ints, Problem
 
 Snapshot = dict[int, tuple[int, ...]]
 """The stages at which each op runs again."""
@@ -27,11 +28,23 @@ UNREAD = -1
 
 
 class State:
-    """A set of recomputes and its memory profile. Mutable; `runs` is its whole content."""
+    """A set of recomputes and its memory profile. Mutable; `runs` is its whole content.
+
+    Attributes:
+        work: toggles done, and what else has taken as long; a measure of effort that is the same
+            on every machine.
+        runs: the stages at which each op runs again.
+        seconds: extra time.
+        stage: the ops that run again at each stage.
+        starts: for each storage, where its spans start.
+        ends: for each storage, where its spans end.
+        through: bytes of what passes through each position.
+        local: peak bytes of what is made or freed within each position, of those settled.
+    """
 
     def __init__(self, problem: Problem, runs: Mapping[int, Iterable[int]] | None = None) -> None:
         self.problem = problem
-        self.toggles = 0
+        self.work = 0
         self._log: list[tuple[int, int]] = []
         self.runs: dict[int, list[int]] = {op: sorted(at) for op, at in (runs or {}).items() if at}
         self.seconds = sum(problem.ops[op].seconds * len(at) for op, at in self.runs.items())
@@ -49,6 +62,17 @@ class State:
             tuple(s for s in makes if s != state)
             for makes, state in zip(problem.makes, problem.rng, strict=True)
         ]
+        self.evictable: NDArray[np.bool_] = np.array(
+            [
+                nbytes > 0 and problem.may_run_again[maker] and storage not in self.lazy
+                for storage, (nbytes, maker) in enumerate(
+                    zip(problem.nbytes, problem.maker, strict=True)
+                )
+            ],
+            np.bool_,
+        )
+        self._makers = np.array(problem.maker, np.int64)
+        self._last = np.zeros(len(problem.maker), np.int64)  # the end of each storage's last span
         self.starts: list[list[int]] = []
         self.ends: list[list[int]] = []
         self.through: NDArray[np.int64] = np.zeros(problem.end, np.int64)
@@ -58,6 +82,7 @@ class State:
             starts, ends = self._spans(storage)
             self.starts.append(starts)
             self.ends.append(ends)
+            self._last[storage] = ends[-1]
             self._charge(storage, zip(starts, ends, strict=True), 1)
 
     def snapshot(self) -> Snapshot:
@@ -95,12 +120,34 @@ class State:
             self.toggle(*self._log[-1])
             del self._log[-2:]
 
+    def copy(self) -> State:
+        """A state of the same content that changes by itself."""
+        other = copy(self)
+        other.work, other._log = 0, []
+        other.runs = {op: list(stages) for op, stages in self.runs.items()}
+        other.stage = {stage: list(ops) for stage, ops in self.stage.items()}
+        other.starts, other.ends = list(self.starts), list(self.ends)
+        other._last = self._last.copy()
+        other.through, other.local = self.through.copy(), self.local.copy()
+        other._stale = set(self._stale)
+        return other
+
+    def at(self, snapshot: Snapshot) -> State:
+        """A state of another content: cheaper than a new one where most is alike."""
+        other = self.copy()
+        other.restore(snapshot)
+        other.work, other._log = 0, []
+        return other
+
     def restore(self, snapshot: Snapshot) -> None:
-        """Goes back to an earlier content."""
+        """Goes to another content."""
         wanted = {(op, at) for op, stages in snapshot.items() for at in stages}
         present = {(op, at) for op, stages in self.runs.items() for at in stages}
+        touched: set[int] = set()
         for op, at in sorted(wanted ^ present):
-            self.toggle(op, at)
+            touched.update(self._flip(op, at))
+        for storage in touched:
+            self._respan(storage)
 
     def runs_at(self, op: int, stage: int) -> bool:
         """Whether `op` runs again at `stage`."""
@@ -111,13 +158,27 @@ class State:
         index = bisect_right(self.starts[storage], position) - 1
         return self.starts[storage][index], self.ends[storage][index]
 
+    def passing(self, position: int) -> Iterator[tuple[int, int, int]]:
+        """The storages that could be made again and whose life passes through `position`, with
+        the start and the end of the span there."""
+        born_before = self.evictable & (self._makers < position) & (self._last > position)
+        for storage in np.flatnonzero(born_before).tolist():
+            start, end = self.span(storage, position)
+            if start < position < end:
+                yield storage, start, end
+
     def is_alive(self, storage: int, position: int) -> bool:
         """Whether a read of `storage` at `position` would not lengthen its life."""
         return position <= self.span(storage, position)[1]
 
     def toggle(self, op: int, stage: int) -> None:
         """Adds the recompute of `op` at `stage`, or removes it."""
-        self.toggles += 1
+        for storage in self._flip(op, stage):
+            self._respan(storage)
+
+    def _flip(self, op: int, stage: int) -> Ints:
+        """Adds or removes a recompute; returns the storages whose spans that may change."""
+        self.work += 1
         self._log.append((op, stage))
         runs = self.runs.setdefault(op, [])
         ops = self.stage.setdefault(stage, [])
@@ -132,8 +193,7 @@ class State:
         if not runs:
             del self.runs[op]
         self._stale.add(stage)
-        for storage in (*self.problem.reads[op], *self.problem.makes[op]):
-            self._respan(storage)
+        return self.problem.reads[op] + self.problem.makes[op]
 
     def _settle(self) -> None:
         """Walks every position that has changed: not until someone asks, for toggles come in
@@ -150,6 +210,7 @@ class State:
         old = set(zip(self.starts[storage], self.ends[storage], strict=True))
         new = set(zip(starts, ends, strict=True))
         self.starts[storage], self.ends[storage] = starts, ends
+        self._last[storage] = ends[-1]
         self._charge(storage, old - new, -1)
         self._charge(storage, new - old, 1)
         for span in old ^ new:
