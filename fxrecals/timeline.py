@@ -182,7 +182,7 @@ def _account(
         allocated = _charge(live, made, 1)
         gradients += _gradient_bytes(made)
         total = sum(live.values()) + op.scratch_bytes
-        device = _device(graph, op)
+        device = scratch_device(graph, op)
         for name, nbytes in live.items():
             peaks[name] = max(peaks.get(name, 0), nbytes + op.scratch_bytes * (name == device))
         if op.scratch_bytes and device not in live:
@@ -207,7 +207,7 @@ def _gradient_bytes(values: Sequence[Value]) -> int:
     return sum(value.nbytes for value in values if value.kind is Kind.GRADIENT)
 
 
-def _device(graph: Graph, op: Op) -> str:
+def scratch_device(graph: Graph, op: Op) -> str:
     """Where an op's scratch lives: with its first output, or else its first input."""
     for name in (*op.outputs, *op.inputs):
         return graph.values[name].device

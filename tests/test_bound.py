@@ -21,7 +21,7 @@ from tests.test_solve import runs_able
 def test_no_schedule_is_below_the_bounds(graph: Graph) -> None:
     problem = make_problem(graph)
     assume(len(runs_able(problem)) <= 14)
-    relaxation = Relaxation(problem)
+    relaxation = Relaxation(State(problem))
     for peak, seconds in cheapest(problem, most=len(runs_able(problem))).items():
         assert relaxation.lowest_peak <= peak
         assert relaxation.solve(peak).seconds <= seconds + 1e-9
@@ -35,7 +35,7 @@ def test_no_random_schedule_is_below_the_bounds(graph: Graph, dice: random.Rando
     state = State(problem)
     for run in dice.sample(able, min(len(able), 6)):
         state.toggle(*run)
-    relaxation = Relaxation(problem)
+    relaxation = Relaxation(State(problem))
     assert relaxation.lowest_peak <= state.peak_bytes
     assert relaxation.solve(state.peak_bytes).seconds <= state.seconds + 1e-9
 
@@ -45,7 +45,7 @@ def test_one_storage_too_many_costs_its_op(short: int) -> None:
     """Of a chain, where one storage must go, the bound is that share of the cheapest one."""
     problem = make_problem(chain(6, 20, [3.0, 3.0, 1.0, 3.0, 3.0, 3.0]))
     limit = State(problem).peak_bytes - short
-    bound = Relaxation(problem).solve(limit).seconds
+    bound = Relaxation(State(problem)).solve(limit).seconds
     assert bound == pytest.approx(short / 20, rel=1e-3)
     found = Frontier(problem).cheapest(limit)
     assert found is not None
@@ -53,7 +53,7 @@ def test_one_storage_too_many_costs_its_op(short: int) -> None:
 
 
 def test_below_the_lowest_peak_there_is_no_schedule() -> None:
-    relaxation = Relaxation(make_problem(chain(6, 20)))
+    relaxation = Relaxation(State(make_problem(chain(6, 20))))
     assert relaxation.lowest_peak == 60
     assert relaxation.solve(59).seconds == float("inf")
     assert relaxation.solve(60).seconds < float("inf")
@@ -61,13 +61,13 @@ def test_below_the_lowest_peak_there_is_no_schedule() -> None:
 
 def test_no_bound_where_everything_fits() -> None:
     problem = make_problem(chain(6))
-    assert Relaxation(problem).solve(State(problem).peak_bytes).seconds == 0.0
+    assert Relaxation(State(problem)).solve(State(problem).peak_bytes).seconds == 0.0
 
 
 def test_every_set_has_the_lowest_peak_or_more() -> None:
     problem = make_problem(chain(3, 5))
     lowest = min(State(problem, runs).peak_bytes for runs in every_set(problem, 6))
-    assert Relaxation(problem).lowest_peak == lowest
+    assert Relaxation(State(problem)).lowest_peak == lowest
 
 
 def test_what_the_backward_never_reads_is_paid_for_with_what_it_reads() -> None:
@@ -87,5 +87,5 @@ def test_what_the_backward_never_reads_is_paid_for_with_what_it_reads() -> None:
         values,
         ("y", "q"),
     )
-    bound = Relaxation(make_problem(graph)).solve(30).seconds
+    bound = Relaxation(State(make_problem(graph))).solve(30).seconds
     assert bound == pytest.approx(0.5 * 10.0, rel=1e-3)

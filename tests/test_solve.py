@@ -1,6 +1,7 @@
 """The solvers: valid, judged, never over the limit, never worse for a larger one."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxrecals import schedule as scheduling
 from fxrecals.errors import InfeasibleLimitError
-from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value
+from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
 from fxrecals.schedule import Schedule
 from fxrecals.solve import greedy, refine
 from fxrecals.solve.auto import Frontier, solve
@@ -204,3 +205,116 @@ def test_what_the_caller_hands_on_is_not_made_again() -> None:
         ("d",),
     )
     assert make_problem(graph).may_run_again == (False, False, True, False)
+
+
+TWO = ("cuda:0", "cuda:1")
+
+
+@given(joint_graphs(devices=TWO), st.integers(1, 40), st.integers(1, 40), st.randoms())
+def test_each_device_is_a_load_of_its_own(
+    graph: Graph, first: int, second: int, dice: random.Random
+) -> None:
+    limits = dict(zip(TWO, (first, second), strict=True))
+    problem = make_problem(graph, limits)
+    state = State(problem)
+    able = runs_able(problem)
+    for run in dice.sample(able, min(len(able), 4)):
+        state.toggle(*run)
+    peaks = simulate(graph, problem.schedule(state.snapshot())).device_peaks
+    most = max(limits.values())
+    for load, bytes_at in zip(problem.loads, state.loads, strict=True):
+        assert bytes_at.max() == peaks.get(load.device, 0) + most - limits[load.device]
+
+
+@given(joint_graphs(devices=TWO), st.integers(30, 100), st.integers(30, 100))
+def test_never_over_the_limit_of_a_device(graph: Graph, first: int, second: int) -> None:
+    kept = simulate(graph, Schedule.keeping_everything(graph)).device_peaks
+    limits = {
+        device: max(1, kept.get(device, 0) * percent // 100)
+        for device, percent in zip(TWO, (first, second), strict=True)
+    }
+    frontier = Frontier(make_problem(graph, limits))
+    most = max(limits.values())
+    point = frontier.cheapest(most)
+    assert (point is None) == (frontier.floor.peak_bytes > most)
+    if point is not None:
+        peaks = simulate(graph, frontier.problem.schedule(point.runs)).device_peaks
+        assert all(peaks.get(device, 0) <= limit for device, limit in limits.items())
+        assert frontier.bound_seconds(most) <= point.seconds + 1e-9
+
+
+def test_a_limit_on_one_device_leaves_the_other_alone() -> None:
+    """Two chains of the same size on two devices; only one has to give way."""
+    halves = [chain(12), chain(12)]
+    graph = side_by_side(halves, TWO)
+    alone = simulate(halves[0], Schedule.keeping_everything(halves[0])).peak_bytes
+    limits = {TWO[0]: alone * 2, TWO[1]: alone // 2}
+    frontier = Frontier(make_problem(graph, limits))
+    point = frontier.cheapest(alone * 2)
+    assert point is not None
+    again = {frontier.problem.ops[op].name for op in point.runs}
+    assert again
+    assert all(name.startswith("1.") for name in again)
+
+
+def side_by_side(graphs: list[Graph], devices: tuple[str, ...]) -> Graph:
+    """One graph of several that have nothing to do with each other, each on its own device."""
+    ops: list[Op] = []
+    values: dict[str, Value] = {}
+    outputs: list[str] = []
+    for phase in Phase:
+        for index, graph in enumerate(graphs):
+            ops += [
+                replace(
+                    op,
+                    name=f"{index}.{op.name}",
+                    inputs=tuple(f"{index}.{name}" for name in op.inputs),
+                    outputs=tuple(f"{index}.{name}" for name in op.outputs),
+                )
+                for op in graph.ops
+                if op.phase is phase
+            ]
+    for index, (graph, device) in enumerate(zip(graphs, devices, strict=True)):
+        for value in graph.values.values():
+            name = f"{index}.{value.name}"
+            storage = f"{index}.{value.storage}"
+            values[name] = replace(value, name=name, storage=storage, device=device)
+        outputs += [f"{index}.{name}" for name in graph.outputs]
+    joined = Graph(tuple(ops), values, tuple(outputs))
+    verify(joined)
+    return joined
+
+
+@given(joint_graphs(), st.integers(20, 100))
+def test_other_names_change_nothing_but_names(graph: Graph, percent: int) -> None:
+    """Names in the reverse order of the alphabet."""
+    names = sorted([*graph.values, *(op.name for op in graph.ops)])
+    new = {name: f"n{len(names) - k:04}" for k, name in enumerate(names)}
+    renamed = Graph(
+        tuple(
+            replace(
+                op,
+                name=new[op.name],
+                inputs=tuple(new[name] for name in op.inputs),
+                outputs=tuple(new[name] for name in op.outputs),
+            )
+            for op in graph.ops
+        ),
+        {
+            new[value.name]: replace(value, name=new[value.name], storage=new[value.storage])
+            for value in graph.values.values()
+        },
+        tuple(new[name] for name in graph.outputs),
+    )
+    frontier, other = Frontier(make_problem(graph)), Frontier(make_problem(renamed))
+    limit = frontier.baseline_bytes * percent // 100
+    assert other.floor.peak_bytes == frontier.floor.peak_bytes
+    points = frontier.cheapest(limit), other.cheapest(limit)
+    if points[0] is None or points[1] is None:
+        assert points == (None, None)
+    else:
+        assert points[0].seconds == points[1].seconds
+        made = frontier.problem.schedule(points[0].runs)
+        assert tuple(new[name] for name in made.backward) == (
+            other.problem.schedule(points[1].runs).backward
+        )

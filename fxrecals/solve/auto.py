@@ -119,13 +119,20 @@ class Frontier:
         return State(self.problem)
 
     @cached_property
-    def relaxation(self) -> bound.Relaxation:
-        """What lower bounds come from."""
-        return bound.Relaxation(self.problem)
+    def relaxations(self) -> tuple[bound.Relaxation, ...]:
+        """What lower bounds come from, for each load."""
+        return tuple(bound.Relaxation(self.kept, k) for k in range(len(self.problem.loads)))
+
+    @property
+    def lowest_peak(self) -> int:
+        """Bytes below which no schedule can go."""
+        return max(relaxation.lowest_peak for relaxation in self.relaxations)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
-        """The graph as chains of blocks, the coarsest first."""
+        """The graph as chains of blocks, the coarsest first; none where loads are several."""
+        if len(self.problem.loads) > 1:
+            return ()
         cut = dict.fromkeys(cuts(self.problem, blocks) for blocks in BLOCKS)
         once = dict.fromkeys(dearest(self.problem, share) for share in ONCE)
         return tuple(Chain(self.kept, *each) for each in product(cut, once))
@@ -168,7 +175,11 @@ class Frontier:
 
     def bound_seconds(self, limit: int) -> float:
         """Seconds of extra time that every schedule within `limit` bytes takes at least."""
-        return self.relaxation.solve(limit).seconds
+        return self.relaxed(limit).seconds
+
+    def relaxed(self, limit: int) -> bound.Bound:
+        """The highest of the loads' lower bounds."""
+        return max((each.solve(limit) for each in self.relaxations), key=lambda b: b.seconds)
 
     def cheapest(self, limit: int, progress: Progress | None = None) -> Point | None:
         """The cheapest point found within `limit` bytes, or None below the floor."""
@@ -226,8 +237,7 @@ class Frontier:
     def _relaxed(self, limit: int) -> Snapshot:
         """What the relaxation cuts, whether that fits or not."""
         state, problem = self.kept.copy(), self.problem
-        cut = self.relaxation.solve(limit).cut
-        for gap in sorted(cut, key=lambda gap: (gap.last, gap.storage)):
+        for gap in sorted(self.relaxed(limit).cut, key=lambda gap: (gap.last, gap.storage)):
             stretch = greedy.Eviction(gap.storage, gap.first - 1, gap.last + 1)
             able = problem.may_run_at(problem.maker[gap.storage], stretch.before)
             if able and greedy.is_possible(state, stretch):

@@ -40,7 +40,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from fxrecals.solve.problem import Problem
+from fxrecals.solve.problem import Ints, Problem
 from fxrecals.solve.state import State
 
 Line = tuple[float, float]
@@ -85,27 +85,38 @@ class Bound:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """What the bound of a graph is made of, whatever the limit."""
+    """What the bound of one load is made of, whatever the limit.
 
-    problem: Problem
+    Attributes:
+        state: the state in which nothing runs again.
+        load: index of the load.
+    """
+
+    state: State
+    load: int = 0
+
+    @property
+    def nbytes(self) -> Ints:
+        """Bytes of each storage."""
+        return self.state.problem.loads[self.load].nbytes
 
     @cached_property
     def kept(self) -> NDArray[np.int64]:
         """Peak bytes within each position if nothing runs again."""
-        return State(self.problem).total
+        return self.state.loads[self.load]
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
         """Every gap that some recompute could cut."""
-        return tuple(_gaps(self.problem))
+        return tuple(_gaps(self.state.problem, self.nbytes))
 
     @cached_property
     def least(self) -> NDArray[np.int64]:
         """Bytes within each position with every gap cut: no schedule has less."""
-        change = np.zeros(self.problem.end + 1, np.int64)
+        change = np.zeros(len(self.kept) + 1, np.int64)
         for gap in self.gaps:
-            change[gap.first] -= self.problem.nbytes[gap.storage]
-            change[gap.last + 1] += self.problem.nbytes[gap.storage]
+            change[gap.first] -= self.nbytes[gap.storage]
+            change[gap.last + 1] += self.nbytes[gap.storage]
         return self.kept + np.cumsum(change[:-1])
 
     @property
@@ -130,7 +141,7 @@ class _Dual:
     """
 
     def __init__(self, relaxation: Relaxation, over: NDArray[np.bool_], limit: int) -> None:
-        nbytes = relaxation.problem.nbytes
+        nbytes = relaxation.nbytes
         unit = max(1, limit)
         before = np.concatenate(([0], np.cumsum(over)))
         inside = [
@@ -201,10 +212,10 @@ class _Dual:
         return float(rents @ self.excess - gain[cut].sum()), slope, cut
 
 
-def _gaps(problem: Problem) -> Iterable[Gap]:
-    choices = _Choices(problem)
+def _gaps(problem: Problem, nbytes: Ints) -> Iterable[Gap]:
+    choices = _Choices(problem, nbytes)
     for storage, maker in enumerate(problem.maker):
-        if not problem.nbytes[storage] or not problem.may_run_again[maker]:
+        if not nbytes[storage] or not problem.may_run_again[maker]:
             continue
         if problem.rng[maker] == storage:
             continue  # it is not there when everything is kept
@@ -228,22 +239,23 @@ class _Choices:
     op that matters.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, nbytes: Ints) -> None:
         self.problem = problem
+        self.nbytes = nbytes
         self.last_read = problem.last_forward_reads
         self.is_free = [
             bool(readers and readers[-1] >= problem.forward_count) or storage in problem.held
             for storage, readers in enumerate(problem.readers)
         ]
         self.charged = [-1] * problem.forward_count
-        self.share = [0.0] * len(problem.nbytes)
+        self.share = [0.0] * len(nbytes)
         for op in reversed(range(problem.forward_count)):
             self._settle(op)
         self.known: dict[int, tuple[Line, ...]] = {}
 
     def _settle(self, op: int) -> None:
         """Decides who pays for `op`; those that read what it makes are settled already."""
-        nbytes, readers = self.problem.nbytes, self.problem.readers
+        nbytes, readers = self.nbytes, self.problem.readers
         mattering: list[int] = []
         for storage in self.problem.makes[op]:
             payers = sum(self.charged[k] >= 0 for k in readers[storage] if k < len(self.charged))
@@ -286,7 +298,7 @@ class _Choices:
     def _have(self, storage: int) -> tuple[Line, ...]:
         """The choices for one of the ops that read `storage` to find it alive."""
         share, maker = self.share[storage], self.problem.maker[storage]
-        lines: list[Line] = [(float(self.problem.nbytes[storage]), 0.0)]
+        lines: list[Line] = [(float(self.nbytes[storage]), 0.0)]
         if not self.problem.may_run_again[maker]:
             pass
         elif self.charged[maker] == storage:

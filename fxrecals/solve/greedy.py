@@ -106,7 +106,7 @@ def _relieve(state: State, position: int, limit: int, dead: set[Eviction], last:
     queue = [
         (_price(state, eviction, over), eviction)
         for eviction in evictions(state, position)
-        if eviction not in dead
+        if eviction not in dead and _weighs(state, eviction.storage, position, limit)
     ]
     state.work += len(queue) // PRICED
     heapq.heapify(queue)
@@ -125,18 +125,22 @@ def _relieve(state: State, position: int, limit: int, dead: set[Eviction], last:
     return gained
 
 
-def excess(total: NDArray[np.int64], limit: int) -> int:
-    """Bytes over the limit, summed over the positions."""
-    return int(np.maximum(total - limit, 0).sum())
+def _weighs(state: State, storage: int, position: int, limit: int) -> bool:
+    """Whether a storage is part of a load that is over the limit at a position."""
+    loads = state.problem.loads
+    if len(loads) == 1:
+        return True
+    over = state.loads[:, position] > limit
+    return any(load.nbytes[storage] for load, heavy in zip(loads, over, strict=True) if heavy)
 
 
 def _try(state: State, runs: list[Run], limit: int) -> bool:
     """Plays a move; takes it back unless it lowers the excess."""
-    before, mark = excess(state.total, limit), state.mark()
+    before, mark = state.excess(limit), state.mark()
     for op, stage in runs:
         state.toggle(op, stage)
     _drop_followers(state, runs, limit)
-    if excess(state.total, limit) < before:
+    if state.excess(limit) < before:
         return True
     state.rewind(mark)
     return False
@@ -156,9 +160,9 @@ def _drop_followers(state: State, runs: list[Run], limit: int) -> None:
         made = sum(state.problem.nbytes[s] for s in state.problem.makes[op])
         if following > stage + 1 and state.highest(stage + 1, following) + made > limit:
             continue  # there is no room for it to live on
-        before = excess(state.total, limit)
+        before = state.excess(limit)
         state.toggle(op, following)
-        if excess(state.total, limit) > before:
+        if state.excess(limit) > before:
             state.toggle(op, following)
 
 

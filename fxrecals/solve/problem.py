@@ -18,8 +18,26 @@ from functools import cached_property
 
 from fxrecals.ir import Graph, Op, Phase, Trait, is_charged
 from fxrecals.schedule import Schedule
+from fxrecals.timeline import scratch_device
 
 Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one limit bounds.
+
+    Attributes:
+        device: whose bytes count, or "" for those of all.
+        nbytes: of each storage; 0 where it does not count.
+        scratch: of each position; 0 where it does not count.
+        offset: bytes added to every position, so that all loads share the largest limit.
+    """
+
+    device: str
+    nbytes: Ints
+    scratch: Ints
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class Problem:
         reads: storages read at each position, views resolved.
         makes: storages made at each position.
         nbytes: bytes of each storage.
+        loads: what is limited: all bytes, or those of each device that has a limit.
         maker: position at which each storage is first made.
         readers: positions of the ops that read each storage, ascending.
         looks: for each forward position, storages of which a view is made right after it. That
@@ -51,6 +70,7 @@ class Problem:
     reads: tuple[Ints, ...]
     makes: tuple[Ints, ...]
     nbytes: Ints
+    loads: tuple[Load, ...]
     maker: Ints
     readers: tuple[Ints, ...]
     looks: Mapping[int, Ints]
@@ -104,8 +124,12 @@ class Problem:
         return Schedule(tuple(op.name for op in self.graph.forward), tuple(emitter.names))
 
 
-def make_problem(graph: Graph) -> Problem:
-    """Folds the views of `graph` away and numbers what is left."""
+def make_problem(graph: Graph, limits: Mapping[str, int] | None = None) -> Problem:
+    """Folds the views of `graph` away and numbers what is left.
+
+    With `limits`, bytes by device, each of these devices is a load of its own, as if all had the
+    largest of the limits; other devices have none.
+    """
     charged = _charged_storages(graph)
     positions = [op for op in graph.ops if op.phase is Phase.BACKWARD or not op.is_view]
     at = {op.name: k for k, op in enumerate(positions)}
@@ -138,6 +162,7 @@ def make_problem(graph: Graph) -> Problem:
         reads=tuple(reads),
         makes=tuple(makes),
         nbytes=tuple(nbytes),
+        loads=_loads(graph, positions, storages, nbytes, limits),
         maker=tuple(maker),
         readers=tuple(map(tuple, readers)),
         looks=_looks(graph, storages),
@@ -145,6 +170,28 @@ def make_problem(graph: Graph) -> Problem:
         rng=tuple(rng),
         may_run_again=_may_run_again(graph, positions),
         pinned=_pinned(graph, at),
+    )
+
+
+def _loads(
+    graph: Graph,
+    positions: Sequence[Op],
+    storages: Mapping[str, int],
+    nbytes: Sequence[int],
+    limits: Mapping[str, int] | None,
+) -> tuple[Load, ...]:
+    if limits is None:
+        return (Load("", tuple(nbytes), tuple(op.scratch_bytes for op in positions)),)
+    lives = {value.storage: value.device for value in graph.values.values()}
+    most = max(limits.values())
+    return tuple(
+        Load(
+            device,
+            tuple(nbytes[k] * (lives[storage] == device) for storage, k in storages.items()),
+            tuple(op.scratch_bytes * (scratch_device(graph, op) == device) for op in positions),
+            most - limit,
+        )
+        for device, limit in sorted(limits.items())
     )
 
 

@@ -174,6 +174,8 @@ def _is_hopeless(state: State, op: int, stage: int, limit: int) -> bool:
     read before.
     """
     problem = state.problem
+    if len(problem.loads) > 1:
+        return False
     first, made = stage, 0
     for storage in problem.makes[op]:
         if storage in state.lazy or not is_read_after(state, storage, stage):

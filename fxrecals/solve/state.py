@@ -18,7 +18,9 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from fxrecals.solve.problem import Ints, Problem
+from fxrecals.solve.problem import Ints, Load, Problem
+
+Bytes = NDArray[np.int64]
 
 Snapshot = dict[int, tuple[int, ...]]
 """The stages at which each op runs again."""
@@ -38,8 +40,8 @@ class State:
         stage: the ops that run again at each stage.
         starts: for each storage, where its spans start.
         ends: for each storage, where its spans end.
-        through: bytes of what passes through each position.
-        local: peak bytes of what is made or freed within each position, of those settled.
+        through: for each load, bytes of what passes through each position.
+        local: for each load, peak bytes of what is made or freed within each position.
     """
 
     def __init__(self, problem: Problem, runs: Mapping[int, Iterable[int]] | None = None) -> None:
@@ -52,7 +54,6 @@ class State:
         for op in sorted(self.runs):
             for at in self.runs[op]:
                 self.stage.setdefault(at, []).append(op)
-        self._scratch = [op.scratch_bytes for op in problem.ops]
         self.lazy = frozenset(s for s in problem.rng if s >= 0)
         self._inputs = [  # what a second run reads
             (*reads, state) if state >= 0 else reads
@@ -75,8 +76,10 @@ class State:
         self._last = np.zeros(len(problem.maker), np.int64)  # the end of each storage's last span
         self.starts: list[list[int]] = []
         self.ends: list[list[int]] = []
-        self.through: NDArray[np.int64] = np.zeros(problem.end, np.int64)
-        self.local: NDArray[np.int64] = np.zeros(problem.end, np.int64)
+        self.through: Bytes = np.zeros((len(problem.loads), problem.end), np.int64)
+        self.local: Bytes = self.through.copy()
+        for row, load in zip(self.through, problem.loads, strict=True):
+            row += load.offset
         self._stale = set(range(problem.end))
         for storage in range(len(problem.nbytes)):
             starts, ends = self._spans(storage)
@@ -90,25 +93,34 @@ class State:
         return {op: tuple(at) for op, at in sorted(self.runs.items())}
 
     @property
-    def total(self) -> NDArray[np.int64]:
-        """Peak bytes within each position."""
+    def loads(self) -> Bytes:
+        """Peak bytes of each load within each position."""
         self._settle()
         return self.through + self.local
 
     @property
+    def total(self) -> Bytes:
+        """Peak bytes of the heaviest load within each position."""
+        loads = self.loads
+        return loads[0] if len(loads) == 1 else loads.max(axis=0)
+
+    @property
     def peak_bytes(self) -> int:
         """Peak bytes of the step."""
-        return int(self.total.max(initial=0))
+        return int(self.loads.max(initial=0))
 
     def peak_at(self, position: int) -> int:
         """Peak bytes within one position."""
-        self._settle()
-        return int(self.through[position] + self.local[position])
+        return self.highest(position, position + 1)
 
     def highest(self, start: int, end: int) -> int:
         """Peak bytes within the positions from `start` up to, not including, `end`."""
         self._settle()
-        return int((self.through[start:end] + self.local[start:end]).max())
+        return int((self.through[:, start:end] + self.local[:, start:end]).max())
+
+    def excess(self, limit: int) -> int:
+        """Bytes over the limit, summed over loads and positions."""
+        return int(np.maximum(self.loads - limit, 0).sum())
 
     def mark(self) -> int:
         """A moment that `rewind` can go back to."""
@@ -199,7 +211,8 @@ class State:
         """Walks every position that has changed: not until someone asks, for toggles come in
         groups that change the same stage."""
         for position in self._stale:
-            self.local[position] = self._walk(position)
+            for row, load in zip(self.local, self.problem.loads, strict=True):
+                row[position] = self._walk(position, load)
         self._stale.clear()
 
     def _respan(self, storage: int) -> None:
@@ -218,10 +231,10 @@ class State:
         self._stale -= {UNREAD, self.problem.end}
 
     def _charge(self, storage: int, spans: Iterable[tuple[int, int]], sign: int) -> None:
-        nbytes = sign * self.problem.nbytes[storage]
         for start, end in spans:
             if end > start + 1:
-                self.through[start + 1 : end] += nbytes
+                for row, load in zip(self.through, self.problem.loads, strict=True):
+                    row[start + 1 : end] += sign * load.nbytes[storage]
 
     def _spans(self, storage: int) -> tuple[list[int], list[int]]:
         """Where the spans of a storage start and end."""
@@ -249,12 +262,12 @@ class State:
         looked = self.problem.looked.get(storage, ())
         return sorted({*readers, *again, *looked}) if again or looked else list(readers)
 
-    def _walk(self, position: int) -> int:
+    def _walk(self, position: int, load: Load) -> int:
         """Peak bytes of what is made or freed within a position."""
         runs = [*self.stage.get(position, ()), position]
-        nbytes = self.problem.nbytes
+        nbytes = load.nbytes
         last = self._last_reads(runs, position)
-        live, freed = self._entering(last, len(runs), position)
+        live, freed = self._entering(last, len(runs), position, nbytes)
         peak = live
         for index, op in enumerate(runs):
             unread = 0
@@ -262,8 +275,8 @@ class State:
                 live += nbytes[storage]
                 if storage not in last and self.span(storage, position)[1] == position:
                     unread += nbytes[storage]
-            if live + self._scratch[op] > peak:
-                peak = live + self._scratch[op]
+            if live + load.scratch[op] > peak:
+                peak = live + load.scratch[op]
             live -= freed[index] + unread
         return peak
 
@@ -277,7 +290,9 @@ class State:
             last[storage] = len(runs) - 1
         return last
 
-    def _entering(self, last: dict[int, int], count: int, position: int) -> tuple[int, list[int]]:
+    def _entering(
+        self, last: dict[int, int], count: int, position: int, nbytes: Ints
+    ) -> tuple[int, list[int]]:
         """Bytes that enter a position and die in it, and those that die after each of its runs."""
         freed = [0] * count
         live = 0
@@ -285,9 +300,9 @@ class State:
             starts = self.starts[storage]
             span = bisect_right(starts, position) - 1 if len(starts) > 1 else 0
             if self.ends[storage][span] == position:
-                freed[index] += self.problem.nbytes[storage]
+                freed[index] += nbytes[storage]
                 if starts[span] < position:
-                    live += self.problem.nbytes[storage]
+                    live += nbytes[storage]
         return live, freed
 
     def _first(self, op: int) -> tuple[int, ...]:
