@@ -207,14 +207,14 @@ def test_what_the_caller_hands_on_is_not_made_again() -> None:
     assert make_problem(graph).may_run_again == (False, False, True, False)
 
 
-TWO = ("cuda:0", "cuda:1")
+TWO: tuple[str, ...] = ("cuda:0", "cuda:1")
 
 
 @given(joint_graphs(devices=TWO), st.integers(1, 40), st.integers(1, 40), st.randoms())
 def test_each_device_is_a_load_of_its_own(
     graph: Graph, first: int, second: int, dice: random.Random
 ) -> None:
-    limits = dict(zip(TWO, (first, second), strict=True))
+    limits: dict[str, int] = dict(zip(TWO, (first, second), strict=True))
     problem = make_problem(graph, limits)
     state = State(problem)
     able = runs_able(problem)

@@ -165,7 +165,7 @@ class _Dual:
         """The best bound after some rounds of ascent.
 
         Polyak's step needs an estimate of how much higher the best bound is; it starts from what
-        no bound exceeds, and is halved whenever it seems out of reach.
+        it takes to cut everything, and is halved whenever it seems out of reach.
         """
         if not len(self.first):
             return Bound(0.0, ())
@@ -187,10 +187,8 @@ class _Dual:
         return Bound(max(best, 0.0), tuple(self.gaps[k] for k in cut))
 
     def all_cut(self) -> float:
-        """Seconds to cut every gap: no bound is above it."""
-        return float(
-            np.minimum.reduceat(np.where(self.held == 0.0, self.seconds, np.inf), self.starts).sum()
-        )
+        """Seconds to cut every gap by its dearest choice."""
+        return float(np.maximum.reduceat(self.seconds, self.starts).sum())
 
     def at(
         self, rents: NDArray[np.float64]

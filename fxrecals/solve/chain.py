@@ -297,7 +297,7 @@ class _Measure:
         it makes room.
         """
         begin, end = turn
-        beside: Bytes = self.fixed[begin:end].copy()
+        beside: Bytes = np.array(self.fixed[begin:end])
         for s in entering:
             last = max((begin - 1, *self.late_reads[s][-1:]))
             beside[last + 1 - begin :] -= self.problem.nbytes[s]
@@ -347,7 +347,7 @@ class _Measure:
         dropped = self._cheapest(own, share)
         saved = [s for s in own if s not in dropped]
         again, born, passing = self._remade(span[0], made, dropped)
-        alive = beside.copy()
+        alive: Bytes = np.array(beside)
         for s in late:
             alive[max(0, born.get(s, begin) - begin) : self.late_reads[s][-1] + 1 - begin] += (
                 self.problem.nbytes[s]

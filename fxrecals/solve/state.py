@@ -73,11 +73,11 @@ class State:
             np.bool_,
         )
         self._makers = np.array(problem.maker, np.int64)
-        self._last = np.zeros(len(problem.maker), np.int64)  # the end of each storage's last span
+        self._last: Bytes = np.zeros(len(problem.maker), np.int64)  # the end of each storage's last span
         self.starts: list[list[int]] = []
         self.ends: list[list[int]] = []
         self.through: Bytes = np.zeros((len(problem.loads), problem.end), np.int64)
-        self.local: Bytes = self.through.copy()
+        self.local: Bytes = np.zeros_like(self.through)
         for row, load in zip(self.through, problem.loads, strict=True):
             row += load.offset
         self._stale = set(range(problem.end))
@@ -139,8 +139,8 @@ class State:
         other.runs = {op: list(stages) for op, stages in self.runs.items()}
         other.stage = {stage: list(ops) for stage, ops in self.stage.items()}
         other.starts, other.ends = list(self.starts), list(self.ends)
-        other._last = self._last.copy()
-        other.through, other.local = self.through.copy(), self.local.copy()
+        other._last = np.array(self._last)
+        other.through, other.local = np.array(self.through), np.array(self.local)
         other._stale = set(self._stale)
         return other
 
