@@ -1,6 +1,7 @@
 """The solvers: valid, judged, never over the limit, never worse for a larger one."""
 
 import random
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from fxrecals.errors import InfeasibleLimitError
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
 from fxrecals.schedule import Schedule
 from fxrecals.solve import greedy, refine
-from fxrecals.solve.auto import Frontier, solve
+from fxrecals.solve.auto import Clock, Frontier, solve
 from fxrecals.solve.problem import Problem, make_problem
 from fxrecals.solve.state import State
 from fxrecals.timeline import simulate
@@ -318,3 +319,49 @@ def test_other_names_change_nothing_but_names(graph: Graph, percent: int) -> Non
         assert tuple(new[name] for name in made.backward) == (
             other.problem.schedule(points[1].runs).backward
         )
+
+
+@given(joint_graphs(), st.integers(1, 100), st.integers(1, 100))
+def test_a_larger_limit_never_costs_more(graph: Graph, first: int, second: int) -> None:
+    """Of two searches that know nothing of each other, where each finds the optimum."""
+    assume(Frontier(make_problem(graph)).is_small)
+    less, more = sorted((first, second))
+    found: list[float] = []
+    for percent in (less, more):
+        frontier = Frontier(make_problem(graph))
+        limit = max(frontier.floor.peak_bytes, frontier.baseline_bytes * percent // 100)
+        point = frontier.cheapest(limit)
+        assert point is not None
+        found.append(point.seconds)
+    assert found[0] >= found[1]
+
+
+def test_progress_tells_of_ever_better_answers() -> None:
+    frontier = Frontier(make_problem(chain(40)), exactly=False)
+    told: list[tuple[float, float, float]] = []
+    limit = frontier.baseline_bytes // 3
+    point = frontier.cheapest(limit, lambda *news: told.append(news))
+    assert point is not None
+    assert told
+    assert all(a[0] > b[0] and a[2] <= b[2] for a, b in pairwise(told))
+    assert all(bound <= best for best, bound, _ in told)
+    assert told[-1][0] == point.seconds
+
+
+def test_a_deadline_cuts_the_search_short_but_not_the_answer() -> None:
+    problem = make_problem(chain(40))
+    limit = State(problem).peak_bytes // 3
+    hasty = Frontier(problem, clock=Clock(0.0)).cheapest(limit)
+    patient = Frontier(problem).cheapest(limit)
+    assert hasty is not None
+    assert patient is not None
+    assert hasty.peak_bytes <= limit
+    assert patient.seconds <= hasty.seconds
+
+
+def test_without_highspy_auto_does_without_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    frontier = Frontier(make_problem(chain(4)))
+    assert frontier.is_small
+    assert not frontier.seeks_optimum
+    assert frontier.cheapest(frontier.floor.peak_bytes) is not None

@@ -4,7 +4,8 @@
 and greedy descents from the lowest of them, down to the floor. Given a limit, it starts from the
 explored states that fit, from the nearest that do not, lowered, from what the chains say of this
 limit, and from what the relaxation cuts (`bound`); spends on each what is left; and improves the
-best of them by local search. Effort is counted in moves, not in seconds, so that the same
+best of them by local search. On a small graph it looks for the optimum too (`exact`), if highspy
+is installed. Effort is counted in moves, not in seconds, so that the same
 graph and limit give the same schedule on every machine, unless a deadline cuts the work short.
 """
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import product
 from time import monotonic
 
 from fxrecals.errors import InfeasibleLimitError
 from fxrecals.schedule import Schedule
-from fxrecals.solve import bound, greedy, refine
+from fxrecals.solve import bound, exact, greedy, refine
 from fxrecals.solve.chain import Chain, cuts, dearest
 from fxrecals.solve.problem import Problem
 from fxrecals.solve.state import Snapshot, State
@@ -26,10 +28,10 @@ from fxrecals.solve.state import Snapshot, State
 BLOCKS = (16, 48)
 """Into how many blocks the forward is cut."""
 
-ONCE = (0.0, 0.1, 0.2, 0.35)
+ONCE = (0.0, 0.1, 0.25)
 """Shares of the forward's bytes whose ops, the dearest for them, do not run again."""
 
-CHAINED = 10
+CHAINED = 6
 """At how many limits each chain is asked before a limit is given."""
 
 DESCENTS = 3
@@ -44,8 +46,11 @@ LOWERED = 4
 IMPROVED = 12
 """How many of its best states a search improves, if effort is left after those before."""
 
-SEARCHED = 3
-"""Efforts of a descent that all local search of one limit may take."""
+NEAR = 0.001
+"""A local search ends where the extra time is within this part of a step from the lower bound."""
+
+SMALL = 100
+"""Recomputes to choose from up to which the optimum is sought."""
 
 DEAREST = 4.0
 """Extra time, in steps, beyond which no lower floor is sought: nobody trains that slowly."""
@@ -91,6 +96,11 @@ class Clock:
         """Seconds since the start."""
         return monotonic() - self.start
 
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - self.elapsed)
+
     def goes_on(self) -> bool:
         """Whether there is time left."""
         return self.elapsed < self.deadline
@@ -103,15 +113,35 @@ class Frontier:
     Attributes:
         problem: the graph, by number.
         clock: how long all of it may take; what was begun is brought to an end.
+        exactly: whether to look for the optimum; by default on small graphs, if highspy is there.
     """
 
     problem: Problem
     clock: Clock = field(default_factory=Clock)
+    exactly: bool | None = None
+    _bounds: dict[int, float] = field(default_factory=dict[int, float], init=False, repr=False)
 
     @property
     def effort(self) -> int:
         """Work that one descent may take."""
         return EFFORT * LARGE // max(LARGE, self.problem.end)
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether the optimum can be had in no time."""
+        problem = self.problem
+        stages = range(problem.forward_count, problem.end)
+        ops = [op for op in range(problem.forward_count) if problem.may_run_again[op]]
+        if len(ops) * len(stages) > 4 * SMALL or len(problem.loads) > 1:
+            return False
+        return sum(problem.may_run_at(op, stage) for op in ops for stage in stages) <= SMALL
+
+    @property
+    def seeks_optimum(self) -> bool:
+        """Whether `exact` takes part."""
+        if self.exactly is None:
+            return self.is_small and find_spec("highspy") is not None
+        return self.exactly
 
     @cached_property
     def kept(self) -> State:
@@ -151,6 +181,8 @@ class Frontier:
                 found.append(Point(state.peak_bytes, state.seconds, runs))
             if not self.clock.goes_on():
                 break
+        if self.seeks_optimum and self.is_small:
+            found.append(Point.of(self.kept.at(exact.lowest(self.problem)[1])))
         return tuple(sorted(found, key=lambda p: (p.peak_bytes, p.seconds)))
 
     def _chained(self) -> Iterator[Point]:
@@ -175,7 +207,9 @@ class Frontier:
 
     def bound_seconds(self, limit: int) -> float:
         """Seconds of extra time that every schedule within `limit` bytes takes at least."""
-        return self.relaxed(limit).seconds
+        if limit not in self._bounds:
+            self._bounds[limit] = self.relaxed(limit).seconds
+        return self._bounds[limit]
 
     def relaxed(self, limit: int) -> bound.Bound:
         """The highest of the loads' lower bounds."""
@@ -184,7 +218,7 @@ class Frontier:
     def cheapest(self, limit: int, progress: Progress | None = None) -> Point | None:
         """The cheapest point found within `limit` bytes, or None below the floor."""
         best: Point | None = None
-        for best in self.search(limit, SEARCHED * self.effort):
+        for best in self.search(limit, self.effort):
             if progress is not None:
                 progress(best.seconds, self.bound_seconds(limit), self.clock.elapsed)
         return best
@@ -203,8 +237,11 @@ class Frontier:
                 yield point
             if all(point.seconds != other.seconds for other in found):
                 found = sorted([*found, point], key=lambda p: p.seconds)[:IMPROVED]
-        best = found[0].seconds if found else 0.0
+        best = found[0].seconds if found else float("inf")
+        near = self.bound_seconds(limit) + NEAR * self.problem.graph.seconds
         for point in found:
+            if best <= near:
+                break
             state = self.kept.at(point.runs)
             refine.improve(state, limit, effort=effort, go_on=self.clock.goes_on)
             effort -= state.work
@@ -213,6 +250,16 @@ class Frontier:
                 yield Point.of(state)
             if effort <= 0:
                 break
+        if self.seeks_optimum:
+            yield from self._optimum(limit, best)
+
+    def _optimum(self, limit: int, best: float) -> Iterator[Point]:
+        answer = exact.search(self.problem, limit, seconds=self.clock.left)
+        self._bounds[limit] = max(self.bound_seconds(limit), answer.bound_seconds)
+        if answer.runs is not None:
+            point = Point.of(self.kept.at(answer.runs))
+            if point.seconds < best:
+                yield point
 
     def _starts(self, limit: int) -> Iterator[Point]:
         """Points within `limit` bytes, none of which can spare a single recompute."""
@@ -251,7 +298,7 @@ class Frontier:
         A larger limit never costs more: what a tighter one found, it may take too. The effort of
         one search is shared among all.
         """
-        effort = SEARCHED * self.effort // max(1, len(limits))
+        effort = self.effort // max(1, len(limits))
         found: dict[int, Point] = {}
         best: Point | None = None
         for limit in sorted(limits):

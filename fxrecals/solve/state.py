@@ -73,7 +73,7 @@ class State:
             np.bool_,
         )
         self._makers = np.array(problem.maker, np.int64)
-        self._last: Bytes = np.zeros(len(problem.maker), np.int64)  # the end of each storage's last span
+        self._last: Bytes = np.zeros(len(problem.maker), np.int64)  # where the last span ends
         self.starts: list[list[int]] = []
         self.ends: list[list[int]] = []
         self.through: Bytes = np.zeros((len(problem.loads), problem.end), np.int64)
