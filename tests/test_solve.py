@@ -337,7 +337,7 @@ def test_a_larger_limit_never_costs_more(graph: Graph, first: int, second: int) 
 
 
 def test_progress_tells_of_ever_better_answers() -> None:
-    frontier = Frontier(make_problem(chain(40)), exactly=False)
+    frontier = Frontier(make_problem(chain(24)), exactly=False)
     told: list[tuple[float, float, float]] = []
     limit = frontier.baseline_bytes // 3
     point = frontier.cheapest(limit, lambda *news: told.append(news))
@@ -349,7 +349,7 @@ def test_progress_tells_of_ever_better_answers() -> None:
 
 
 def test_a_deadline_cuts_the_search_short_but_not_the_answer() -> None:
-    problem = make_problem(chain(40))
+    problem = make_problem(chain(24))
     limit = State(problem).peak_bytes // 3
     hasty = Frontier(problem, clock=Clock(0.0)).cheapest(limit)
     patient = Frontier(problem).cheapest(limit)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import product
+from math import inf
 from time import monotonic
 
 from fxrecals.errors import InfeasibleLimitError
@@ -61,6 +62,10 @@ a toggle takes longer, so much less."""
 
 LARGE = 2_000
 
+USUAL = 10.0
+"""Seconds within which the usual effort comes to its end, on one core and ten thousand ops. Another
+deadline changes the effort in proportion."""
+
 Progress = Callable[[float, float, float], None]
 """Told of every better answer: its extra seconds, the lower bound on them, seconds searched."""
 
@@ -84,11 +89,11 @@ class Clock:
     """How long a search may take.
 
     Attributes:
-        deadline: seconds after `start`.
+        deadline: seconds after `start`; None for as long as the usual effort takes.
         start: by `time.monotonic`.
     """
 
-    deadline: float = float("inf")
+    deadline: float | None = None
     start: float = field(default_factory=monotonic)
 
     @property
@@ -99,11 +104,11 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
-        return max(0.0, self.deadline - self.elapsed)
+        return inf if self.deadline is None else max(0.0, self.deadline - self.elapsed)
 
     def goes_on(self) -> bool:
         """Whether there is time left."""
-        return self.elapsed < self.deadline
+        return self.left > 0.0
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,9 @@ class Frontier:
 
     @property
     def effort(self) -> int:
-        """Work that one descent may take."""
-        return EFFORT * LARGE // max(LARGE, self.problem.end)
+        """Work that one descent, or all local search for a limit, may take."""
+        patience = 1.0 if self.clock.deadline is None else self.clock.deadline / USUAL
+        return max(1, int(EFFORT * patience * LARGE / max(LARGE, self.problem.end)))
 
     @cached_property
     def is_small(self) -> bool:
@@ -237,7 +243,7 @@ class Frontier:
                 yield point
             if all(point.seconds != other.seconds for other in found):
                 found = sorted([*found, point], key=lambda p: p.seconds)[:IMPROVED]
-        best = found[0].seconds if found else float("inf")
+        best = found[0].seconds if found else inf
         near = self.bound_seconds(limit) + NEAR * self.problem.graph.seconds
         for point in found:
             if best <= near:
