@@ -14,9 +14,19 @@ from fxrecals import _torch
 from fxrecals import cost as costing
 from fxrecals.capture import Captured, capture, step
 from fxrecals.dynamo import Planner, backend
+from fxrecals.errors import OptionError
 from fxrecals.export import write
-from fxrecals.ir import Graph
-from fxrecals.planning import LimitLike, check_solver, plan_graph, solve_within
+from fxrecals.ir import Graph, Peak
+from fxrecals.planning import (
+    LimitLike,
+    Progress,
+    check_solver,
+    checked_deadline,
+    named_cost,
+    named_peak,
+    plan_graph,
+    solve_within,
+)
 from fxrecals.plans import Plan
 from fxrecals.schedule import Schedule
 from fxrecals.units import parse_limit
@@ -32,8 +42,11 @@ def plan(
     example: Any,
     limit: LimitLike | None = None,
     *,
+    peak: str = "activations",
     cost: str | costing.Cost = "roofline",
     solver: str = "auto",
+    deadline: float | None = None,
+    on_progress: Progress | None = None,
     device: str | torch.device | None = None,
 ) -> Plan:
     """What training `model` under `limit` would keep and run again, before any step is taken.
@@ -44,11 +57,17 @@ def plan(
         model: in training mode as it will be trained; may be on ``meta``.
         example: what the model is called with: a tensor, a tuple of arguments, or a dict of
             keyword arguments. Only shapes, types and devices matter.
-        limit: largest live total of activation bytes: an int, ``"4GB"``, ``"4GiB"``, ``"50%"``
-            (of the peak without recompute), ``"auto"``, or a dict by device. Without one, the
-            plan is that of the knee of the curve limit against time, and prints the curve.
+        limit: largest live total: an int of bytes, ``"4GB"``, ``"4GiB"``, ``"50%"`` (of the peak
+            without recompute), ``"auto"``, or a dict by device. Without one, the plan is that of
+            the knee of the curve limit against time, and prints the curve.
+        peak: of what: ``"activations"``, or ``"step"`` for the activations and the gradients of
+            parameters together.
         cost: ``"roofline"``, ``"measured"``, or an object with `cost.Cost`'s method.
-        solver: see `fxrecals.solve`.
+        solver: ``"auto"``, or ``"exact"`` for the optimum of a small graph (`highspy`).
+        deadline: seconds that the solver may take. By default it does an amount of work that
+            takes some ten seconds for ten thousand ops, and gives the same plan on every machine.
+        on_progress: called with every better answer: its extra seconds, a proved lower bound on
+            them, and the seconds that the solver has taken so far.
         device: where a model on ``meta`` would be trained.
 
     Raises:
@@ -60,14 +79,26 @@ def plan(
     >>> small = plan(model, torch.randn(512, 64), limit="80%")
     >>> small.peak_bytes <= small.limit_bytes < small.baseline_peak_bytes
     True
+    >>> smaller = plan(model, torch.randn(512, 64), limit="80%", peak="step")
+    >>> smaller.step_peak_bytes <= smaller.limit_bytes < smaller.baseline_step_peak_bytes
+    True
     """
     check_solver(solver)
+    which = named_peak(peak)
     read = None if limit is None else parse_limit(limit)
-    priced = costing.named(cost)
+    priced = named_cost(cost, which)
     captured = capture(model, example, device=device)
     graph = step(captured, priced)
     notes = (*captured.breaks, *([] if model.training else [IN_EVAL]))
-    made = plan_graph(graph, read, solver=solver, notes=notes)
+    made = plan_graph(
+        graph,
+        read,
+        solver=solver,
+        peak=which,
+        notes=notes,
+        deadline=checked_deadline(deadline),
+        on_progress=on_progress,
+    )
     return _with_export(made, captured)
 
 
@@ -76,6 +107,7 @@ def rewrite(
     example: Any,
     limit: LimitLike | Plan,
     *,
+    peak: str = "activations",
     cost: str | costing.Cost = "roofline",
     solver: str = "auto",
 ) -> nn.Module:
@@ -85,12 +117,14 @@ def rewrite(
     ``state_dict``, and gives plain eager's bits. `model` itself stays as it was. Call ``train()``
     and ``eval()`` on the one that you run: submodules are shared, their root's mode is not.
 
-    An input of another size than `example` is planned when it comes, under the same bytes.
+    An input of another size than `example` is planned when it comes, under the same bytes; the
+    graphs of a model that breaks then one by one, as by `backend`.
 
     Args:
         model: a real model, in training mode as it will be trained.
         example: as for `plan`.
         limit: as for `plan`, or a plan that was made of this model and example.
+        peak: as for `plan`; where `limit` is a plan, the plan's.
         cost: as for `plan`.
         solver: as for `plan`.
 
@@ -103,12 +137,15 @@ def rewrite(
     >>> model[0].weight.grad is small[0].weight.grad
     True
     """
-    options = {"cost": cost, "solver": solver}
-    made = limit if isinstance(limit, Plan) else plan(model, example, limit, **options)
-    nbytes = made.limit_bytes or made.peak_bytes
+    which, options = named_peak(peak), {"cost": cost, "solver": solver}
+    made = limit if isinstance(limit, Plan) else plan(model, example, limit, peak=peak, **options)
+    if which is Peak.STEP and made.peak is not which:
+        raise OptionError("peak", peak, 'a plan that was made with peak="step"')
+    nbytes = made.limit_bytes or made.bounded.peak_bytes
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
-    within = backend(nbytes, inner="eager", planner=_planned(made), **options)
+    planner = _planned(made)
+    within = backend(nbytes, inner="eager", peak=made.peak.value, planner=planner, **options)
 
     # Not twin.compile(): where the class is torch's own, such as nn.Sequential, Dynamo skips
     # every frame of it and compiles nothing. This function is a frame that it does not skip.
@@ -126,13 +163,9 @@ def _planned(made: Plan) -> Planner:
     A graph that is no part of the plan, such as one for another batch size, is planned by itself.
     """
 
-    def planner(
-        graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None
-    ) -> Schedule | Plan:
+    def planner(graph: Graph, limit: Any, **options: Any) -> Schedule | Plan:
         part = made.part_for(graph)
-        if part is not None:
-            return part
-        return solve_within(graph, limit, solver=solver, allowance_bytes=allowance_bytes)
+        return solve_within(graph, limit, **options) if part is None else part
 
     return planner
 

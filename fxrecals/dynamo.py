@@ -23,11 +23,11 @@ from typing import Any, Literal, Protocol
 from torch import fx
 
 from fxrecals import _torch
-from fxrecals.cost import Cost, Free, named
+from fxrecals.cost import Cost, Free
 from fxrecals.errors import InfeasibleLimitError, OptionError
 from fxrecals.halves import compilers, split
-from fxrecals.ir import Graph, Trait
-from fxrecals.planning import solve_within
+from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes
+from fxrecals.planning import named_cost, named_peak, solve_within
 from fxrecals.reading import read as read_joint
 from fxrecals.schedule import Schedule
 from fxrecals.solve import SOLVERS
@@ -35,7 +35,7 @@ from fxrecals.timeline import simulate
 from fxrecals.units import DeviceLimits, Limit, format_bytes, parse_limit
 
 INNERS = ("inductor", "eager")
-OPTIONS = ("limit", "inner", "cost", "solver")
+OPTIONS = ("limit", "peak", "inner", "cost", "solver")
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -44,7 +44,7 @@ class Planner(Protocol):
     """Decides: from a graph and a limit to a schedule, or to something that has one."""
 
     def __call__(
-        self, graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None
+        self, graph: Graph, limit: Any, *, solver: str, peak: Peak, allowance_bytes: int | None
     ) -> Any:
         """`allowance_bytes` replaces the limit where other graphs hold a part of it."""
         ...
@@ -69,17 +69,22 @@ class Reader(Protocol):
 def backend(
     limit: int | str | Mapping[str, int | str] | Limit | DeviceLimits | None = None,
     *,
+    peak: str = "activations",
     inner: Literal["inductor", "eager"] = "inductor",
     cost: Any = "roofline",
     solver: str = "auto",
     planner: Planner | None = None,
     reader: Reader | None = None,
 ) -> Backend:
-    """A backend for `torch.compile` that keeps the step's activation peak under `limit`.
+    """A backend for `torch.compile` that keeps the peak of a step under `limit`.
 
     Args:
         limit: bytes as an int, ``"4GB"``, ``"4GiB"``, ``"50%"`` of the peak without recompute,
             ``"auto"``, or a dict by device. None recomputes nothing.
+        peak: of what: ``"activations"``, or ``"step"`` for the activations and the gradients of
+            parameters together. Of a model that breaks into several graphs, the gradients of a
+            later one are not known when an earlier one is planned: there is a warning if they
+            do not fit.
         inner: what runs the two halves. ``"eager"`` gives plain eager's bits; ``"inductor"``
             Inductor's speed.
         cost: ``"roofline"``, ``"measured"`` or a `fxrecals.cost.Cost`: how long an op takes.
@@ -102,7 +107,8 @@ def backend(
     if solver not in SOLVERS:
         raise OptionError("solver", solver, _one_of(SOLVERS))
     read = None if limit is None else parse_limit(limit)
-    settings = _Settings(read, inner, named(cost), solver)
+    which = named_peak(peak)
+    settings = _Settings(read, which, inner, named_cost(cost, which), solver)
     return Backend(settings, planner or solve_within, reader or read_joint)
 
 
@@ -120,7 +126,7 @@ def named_backend(
     Args:
         gm: a graph from Dynamo.
         example_inputs: fake tensors that fit it.
-        options: those of `backend`, by name: limit, inner, cost, solver.
+        options: those of `backend`, by name: limit, peak, inner, cost, solver.
         mode: `torch.compile`'s.
 
     Raises:
@@ -155,16 +161,32 @@ def _one_of(names: Sequence[str]) -> str:
 # --- what several graphs share -----------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Held:
+    """What one graph holds in a step.
+
+    Attributes:
+        saved_bytes: from its forward to its backward.
+        gradient_bytes: from its backward on: its gradients, where the limit counts them.
+        room_bytes: how much later graphs, whose backwards run first, may leave to its backward.
+    """
+
+    saved_bytes: int
+    gradient_bytes: int = 0
+    room_bytes: float = float("inf")
+
+
 class Ledger:
-    """What the graphs of one step hold between their forward and their backward.
+    """What the graphs of one step hold of its limit.
 
     While a later graph is compiled, earlier ones have run their forward and not their backward:
-    what they keep is not there for the later one.
+    what they keep is not there for the later one. Nor are gradients, where the limit counts them,
+    of graphs whose backward has run, until none is left that waits for its own.
 
     >>> ledger = Ledger()
     >>> ledger.allowance(parse_limit("50%"), baseline_bytes=1000) is None
     True
-    >>> ticket = ledger.enter(300)
+    >>> ticket = ledger.enter([Held(300)])
     >>> ledger.allowance(parse_limit("50%"), baseline_bytes=4000)
     200
     >>> ledger.leave(ticket)
@@ -173,19 +195,29 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._alive: dict[int, int] = {}
+        self._waiting: dict[int, tuple[Held, ...]] = {}
+        self._gradient_bytes = 0
         self._entered = 0
         self._limit_bytes: int | None = None
 
     @property
+    def _held(self) -> list[Held]:
+        return [held for graphs in self._waiting.values() for held in graphs]
+
+    @property
     def alive_bytes(self) -> int:
-        """Activation bytes that graphs hold for a backward yet to come."""
-        return sum(self._alive.values())
+        """Bytes that graphs hold for a backward yet to come, and gradients that count."""
+        return sum(held.saved_bytes for held in self._held) + self._gradient_bytes
+
+    @property
+    def left_bytes(self) -> float:
+        """Bytes of the limit that no graph holds; infinite while it is not known in bytes."""
+        return float("inf") if self._limit_bytes is None else self._limit_bytes - self.alive_bytes
 
     @property
     def is_empty(self) -> bool:
         """Whether no graph waits for its backward: a step begins."""
-        return not self._alive
+        return not self._waiting
 
     def allowance(self, limit: Limit, baseline_bytes: int) -> int | None:
         """Bytes left for a graph, or None where all of the limit is its own.
@@ -201,17 +233,37 @@ class Ledger:
             return None
         if self.is_empty or self._limit_bytes is None:
             self._limit_bytes = limit.resolve(baseline_bytes)
-        return None if self.is_empty else max(0, self._limit_bytes - self.alive_bytes)
+        return None if self.is_empty else max(0, int(self.left_bytes))
 
-    def enter(self, nbytes: int) -> int:
-        """Notes that a forward has run that holds `nbytes`; returns a ticket to leave with."""
+    def over_bytes(self, gradient_bytes: int) -> float:
+        """By how much backwards that wait miss the limit, at most, once a graph has joined them
+        that leaves so many bytes of gradients; 0 if none does.
+
+        >>> ledger = Ledger()
+        >>> for held in (Held(300, gradient_bytes=90, room_bytes=50), Held(200, 40, 20)):
+        ...     _ = ledger.enter([held])
+        >>> [ledger.over_bytes(nbytes) for nbytes in (5, 15, 30)]
+        [0, 5, 20]
+        """
+        found: float = 0
+        for held in reversed(self._held):
+            found = max(found, gradient_bytes - held.room_bytes)
+            gradient_bytes += held.gradient_bytes
+        return found
+
+    def enter(self, held: Sequence[Held]) -> int:
+        """Notes that a forward has run of graphs that hold so much; returns a ticket to leave."""
         self._entered += 1
-        self._alive[self._entered] = nbytes
+        self._waiting[self._entered] = tuple(held)
         return self._entered
 
-    def leave(self, ticket: int) -> None:
+    def leave(self, ticket: int, *, has_run: bool = False) -> None:
         """Notes that a backward has run or never will. Leaving twice is leaving once."""
-        self._alive.pop(ticket, None)
+        left = self._waiting.pop(ticket, ())
+        if has_run:
+            self._gradient_bytes += sum(held.gradient_bytes for held in left)
+        if self.is_empty:
+            self._gradient_bytes = 0
 
 
 # --- the backend -------------------------------------------------------------------------------
@@ -220,6 +272,7 @@ class Ledger:
 @dataclass(frozen=True)
 class _Settings:
     limit: Limit | DeviceLimits | None
+    peak: Peak
     inner: str
     cost: Cost
     solver: str
@@ -262,9 +315,9 @@ class Backend:
             if compilation.refused is None:
                 raise
             return _refusal(compilation.refused)
-        if not compilation.held_bytes:
+        if not compilation.held:
             return compiled
-        return _tracked(compiled, self.ledger, sum(compilation.held_bytes))
+        return _tracked(compiled, self.ledger, compilation.held)
 
     def plan(self, graph: Graph) -> Any:
         """Plans a joint graph within what is left of the limit.
@@ -281,8 +334,39 @@ class Backend:
         except InfeasibleLimitError as error:
             if allowance is None:
                 raise
-            self._warn(graph, limit, allowance, error.floor_bytes)
-            return self._ask(graph, limit, error.floor_bytes)
+            floor = error.floor_bytes
+            self._warn(
+                graph,
+                f"needs at least {format_bytes(floor)}, and the graphs before it leave "
+                f"{format_bytes(allowance)} of limit={limit}: it is planned at its floor, "
+                f"{format_bytes(floor - allowance)} over what is left",
+            )
+            return self._ask(graph, limit, floor)
+
+    def held(self, graph: Graph, schedule: Schedule) -> Held:
+        """What a planned graph holds in a step. Warns where graphs before it have no room for it.
+
+        Args:
+            graph: the graph.
+            schedule: the schedule that it is going to run.
+        """
+        peak = self.settings.peak
+        found = simulate(bounded_graph(graph, peak), schedule)
+        gradients = gradient_bytes(graph) if peak is Peak.STEP else 0
+        over = self.ledger.over_bytes(gradients)
+        if gradients and over > 0:
+            self._warn(
+                graph,
+                f"makes {format_bytes(gradients)} of gradients, which the graphs before it were "
+                f"planned without: the backward of one of them goes {format_bytes(int(over))} "
+                f"over limit={self.settings.limit}",
+            )
+        live = (
+            step.live_bytes
+            for step in found.steps[found.forward_runs :]
+            if Trait.CALLER not in graph.op(step.op).traits
+        )
+        return Held(found.saved_bytes, gradients, self.ledger.left_bytes - max(live, default=0))
 
     def read(self, joint: fx.GraphModule, num_fwd_outputs: int, parameters: Sequence[int]) -> Graph:
         """A joint graph from AOTAutograd, as planning sees it.
@@ -320,26 +404,25 @@ class Backend:
         self.plans = (*self.plans, planned)
 
     def _ask(self, graph: Graph, limit: Limit | DeviceLimits, allowance: int | None) -> Any:
-        solver = self.settings.solver
-        return self._planner(graph, limit, solver=solver, allowance_bytes=allowance)
+        options = {"solver": self.settings.solver, "peak": self.settings.peak}
+        return self._planner(graph, limit, **options, allowance_bytes=allowance)
 
     def _allowance(self, graph: Graph, limit: Limit | DeviceLimits) -> int | None:
         if isinstance(limit, DeviceLimits):
             return None  # what is held is not known by device
+        bounded = bounded_graph(graph, self.settings.peak)
         keep = Schedule.keeping_everything(graph)
-        return self.ledger.allowance(limit, simulate(graph, keep).peak_bytes)
+        return self.ledger.allowance(limit, simulate(bounded, keep).peak_bytes)
 
-    def _warn(self, graph: Graph, limit: Any, allowance: int, floor: int) -> None:
+    def _warn(self, graph: Graph, found: str) -> None:
+        """Says, once, how a graph after a break misses the limit."""
         if self._has_warned:
             return
         self._has_warned = True
         sources = (op.where.source for op in graph.ops if op.where.source)
-        left, over = format_bytes(allowance), format_bytes(floor - allowance)
         warnings.warn(
-            f"the graph after the break at {next(sources, 'an unknown line')} needs at least "
-            f"{format_bytes(floor)}, and the graphs before it leave {left} of limit={limit}: "
-            f"it is planned at its floor, {over} over what is left. fxrecals.plan and "
-            "fxrecals.rewrite see the whole step, and may find room",
+            f"the graph after the break at {next(sources, 'an unknown line')} {found}. "
+            "fxrecals.plan and fxrecals.rewrite see the whole step, and may find room",
             stacklevel=2,
         )
 
@@ -359,13 +442,13 @@ class _Compilation:
     """One call of a backend: carries what the partitioner finds out to whoever called it.
 
     Attributes:
-        held_bytes: of each plan made: what its forward leaves alive.
+        held: of each plan made: what its graph holds in a step.
         refused: why there is no plan.
         digest: names the plans, for Inductor's cache.
     """
 
     owner: Backend
-    held_bytes: list[int] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
     refused: InfeasibleLimitError | None = None
     digest: str = ""
 
@@ -399,7 +482,7 @@ class _Compilation:
             raise
         self.owner.remember(planned)
         schedule: Schedule = getattr(planned, "schedule", planned)
-        self.held_bytes.append(simulate(graph, schedule).saved_bytes)
+        self.held.append(self.owner.held(graph, schedule))
         self.digest = hashlib.sha256(f"{self.digest}{schedule.runs}".encode()).hexdigest()
         return split(
             joint,
@@ -425,15 +508,17 @@ def _refusal(error: InfeasibleLimitError) -> Callable[..., Any]:
     return refuse
 
 
-def _tracked(compiled: Callable[..., Any], ledger: Ledger, nbytes: int) -> Callable[..., Any]:
+def _tracked(
+    compiled: Callable[..., Any], ledger: Ledger, held: Sequence[Held]
+) -> Callable[..., Any]:
     """`compiled`, entered in the ledger from its forward to its backward."""
 
     def run(*args: Any) -> Any:
         outputs = compiled(*args)
         node = _torch.compiled_node(outputs, args)
         if node is not None:
-            ticket = ledger.enter(nbytes)
-            node.register_hook(lambda inputs, outputs: ledger.leave(ticket))
+            ticket = ledger.enter(held)
+            node.register_hook(lambda inputs, outputs: ledger.leave(ticket, has_run=True))
             weakref.finalize(node, ledger.leave, ticket).atexit = False
         return outputs
 

@@ -65,6 +65,7 @@ class InfeasibleLimitError(FxrecalsError):
         module: its module path (FQN), or "".
         source: its source line, as ``file:line``, or "".
         device: the device that the limit is for, or "" where one limit holds for all.
+        peak: what the limit bounds: "activations", or "step" where gradients count too.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class InfeasibleLimitError(FxrecalsError):
         module: str = "",
         source: str = "",
         device: str = "",
+        peak: str = "activations",
     ) -> None:
         self.limit_bytes = limit_bytes
         self.floor_bytes = floor_bytes
@@ -82,7 +84,13 @@ class InfeasibleLimitError(FxrecalsError):
         self.module = module
         self.source = source
         self.device = device
+        self.peak = peak
         super().__init__(_infeasible(self))
+
+    def bounding(self, peak: str) -> InfeasibleLimitError:
+        """The same error, of a limit on `peak`."""
+        where = self.op, self.module, self.source, self.device
+        return InfeasibleLimitError(self.limit_bytes, self.floor_bytes, *where, peak=peak)
 
 
 class CaptureError(FxrecalsError):
@@ -104,11 +112,13 @@ def _infeasible(error: InfeasibleLimitError) -> str:
     limit, floor = format_bytes(error.limit_bytes), format_bytes(error.floor_bytes)
     if limit == floor:
         limit, floor = f"{error.limit_bytes} bytes", f"{error.floor_bytes} bytes"
+    bounded = "" if error.peak == "activations" else f" of the {error.peak} peak"
     on_device = f" on {error.device}" if error.device else ""
     pasted = f"{{{error.device!r}: {error.floor_bytes}}}" if error.device else error.floor_bytes
+    option = "" if error.peak == "activations" else f', peak="{error.peak}"'
     return (
-        f"limit {limit}{on_device} is below the floor of {floor}{_set_by(error)}; "
-        f"the smallest limit that works is {floor} (limit={pasted})"
+        f"limit {limit}{bounded}{on_device} is below the floor of {floor}{_set_by(error)}; "
+        f"the smallest limit that works is {floor} (limit={pasted}{option})"
     )
 
 

@@ -16,7 +16,7 @@ applied to the traced program without pointers between the two.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -30,6 +30,13 @@ class Kind(str, Enum):
     BACKWARD = "backward"  # made by the backward
     GRADIENT = "gradient"  # lives in the storage of a parameter's gradient: charged apart
     RNG_STATE = "rng_state"  # generator state from which an op is replayed
+
+
+class Peak(str, Enum):
+    """Which live total a limit bounds."""
+
+    ACTIVATIONS = "activations"  # without the gradients of parameters
+    STEP = "step"  # with them
 
 
 class Phase(str, Enum):
@@ -176,6 +183,31 @@ class Graph:
 def is_charged(value: Value) -> bool:
     """Whether a value's storage counts as activation bytes."""
     return value.kind not in (Kind.PRIMAL, Kind.GRADIENT)
+
+
+def bounded_graph(graph: Graph, peak: Peak) -> Graph:
+    """`graph` with all of its bytes charged that a limit on `peak` bounds.
+
+    Names stay, so that a schedule of the one is a schedule of the other.
+
+    >>> gradient = Value("g", nbytes=8, storage="g", kind=Kind.GRADIENT)
+    >>> graph = Graph((), {"g": gradient}, outputs=("g",))
+    >>> [is_charged(bounded_graph(graph, peak).values["g"]) for peak in Peak]
+    [False, True]
+    """
+    if peak is Peak.ACTIVATIONS:
+        return graph
+    values = {
+        name: replace(value, kind=Kind.BACKWARD) if value.kind is Kind.GRADIENT else value
+        for name, value in graph.values.items()
+    }
+    return replace(graph, values=values)
+
+
+def gradient_bytes(graph: Graph) -> int:
+    """Bytes of all the gradients of parameters that a step makes."""
+    gradients = (value for value in graph.values.values() if value.kind is Kind.GRADIENT)
+    return sum({value.storage: value.nbytes for value in gradients}.values())
 
 
 def verify(graph: Graph) -> None:

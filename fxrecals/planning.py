@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fxrecals import cost as costing
-from fxrecals.errors import OptionError
-from fxrecals.ir import Graph, Kind
+from fxrecals.cost import Call, Cost, OpCost
+from fxrecals.errors import InfeasibleLimitError, OptionError
+from fxrecals.ir import Graph, Kind, Peak, bounded_graph, gradient_bytes
 from fxrecals.plans import Choice, Plan
 from fxrecals.schedule import Schedule
 from fxrecals.solve import SOLVERS
-from fxrecals.solve.auto import Frontier, solve
+from fxrecals.solve.auto import Clock, Frontier, Point, Progress, solve
 from fxrecals.solve.problem import make_problem
+from fxrecals.timeline import simulate
 from fxrecals.units import DeviceLimits, Limit
 
 LimitLike = int | str | Mapping[str, int | str] | Limit | DeviceLimits
@@ -22,36 +25,67 @@ SHARES = (90, 75, 60, 50, 40, 30, 25, 20, 15, 10)
 MARGIN = 0.9
 """Share of the free memory that ``limit="auto"`` uses; the rest is for fragments."""
 
+MOMENTS = 2
+"""Tensors of the size of the gradients that ``limit="auto"`` leaves for an optimizer's state."""
+
 
 def plan_graph(
     graph: Graph,
     limit: Limit | DeviceLimits | None,
     *,
     solver: str = "auto",
+    peak: Peak = Peak.ACTIVATIONS,
     allowance_bytes: int | None = None,
     notes: tuple[str, ...] = (),
+    deadline: float | None = None,
+    on_progress: Progress | None = None,
 ) -> Plan:
     """The plan of a graph. `allowance_bytes`, if given, replaces the limit.
 
     Raises:
         InfeasibleLimitError: the limit is under the floor.
     """
-    frontier = Frontier(make_problem(graph))
-    if limit is None:
-        choices, schedule = _knee(frontier)
-        return Plan(graph, schedule, None, frontier.floor.peak_bytes, choices, solver, notes)
+    counted = bounded_graph(graph, peak)
+    limits = _by_device(limit, graph, peak) if isinstance(limit, DeviceLimits) else None
+    problem = make_problem(counted, limits if allowance_bytes is None else None)
+    exactly = True if solver == "exact" else None
+    frontier = Frontier(problem, clock=Clock(deadline), exactly=exactly)
+    choices: tuple[Choice, ...] = ()
     nbytes = allowance_bytes
-    if nbytes is None:
-        nbytes = _resolve(limit, graph, frontier.baseline_bytes)
-    schedule = solve(frontier, nbytes)
-    return Plan(graph, schedule, nbytes, frontier.floor.peak_bytes, (), solver, notes)
+    if limit is None:
+        choices, point = _knee(frontier)
+    else:
+        if nbytes is None:
+            nbytes = _resolve(limit, limits, graph, frontier.baseline_bytes, peak)
+        try:
+            point = solve(frontier, nbytes, on_progress)
+        except InfeasibleLimitError as error:
+            raise error.bounding(peak.value) from None
+    bound = frontier.bound_seconds(point.peak_bytes if nbytes is None else nbytes)
+    return Plan(
+        graph,
+        problem.schedule(point.runs),
+        nbytes,
+        frontier.floor.peak_bytes,
+        choices,
+        solver,
+        notes,
+        peak,
+        min(bound, point.seconds),
+        tuple(sorted((limits or {}).items())),
+    )
 
 
 def solve_within(
-    graph: Graph, limit: Limit | DeviceLimits, *, solver: str, allowance_bytes: int | None
+    graph: Graph,
+    limit: Limit | DeviceLimits,
+    *,
+    solver: str,
+    peak: Peak,
+    allowance_bytes: int | None,
 ) -> Plan:
     """What a backend asks for each graph: a plan within its limit, or within what is left."""
-    return plan_graph(graph, limit, solver=solver, allowance_bytes=allowance_bytes)
+    return plan_graph(graph, limit, solver=solver, peak=peak, allowance_bytes=allowance_bytes)
 
 
 def check_solver(solver: str) -> None:
@@ -60,32 +94,96 @@ def check_solver(solver: str) -> None:
         raise OptionError("solver", solver, " or ".join(map(repr, SOLVERS)))
 
 
-def _knee(frontier: Frontier) -> tuple[tuple[Choice, ...], Schedule]:
-    """The curve limit against extra time, and the schedule where bending down begins to cost."""
+def checked_deadline(deadline: float | None) -> float | None:
+    """The deadline, if it is one.
+
+    Raises:
+        OptionError: it is no positive number of seconds.
+    """
+    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+        raise OptionError("deadline", deadline, "a positive number of seconds, as in 30")
+    return deadline
+
+
+def named_peak(peak: str) -> Peak:
+    """The peak of a name.
+
+    Raises:
+        OptionError: there is none of that name.
+
+    >>> named_peak("step")
+    <Peak.STEP: 'step'>
+    """
+    try:
+        return Peak(peak)
+    except ValueError:
+        raise OptionError("peak", peak, " or ".join(repr(each.value) for each in Peak)) from None
+
+
+@dataclass(frozen=True)
+class _Together:
+    """A cost by which the scratch of an op is what it takes beside all its outputs.
+
+    Without it, what an op frees before it allocates a gradient is scratch too: gradients are not
+    charged then, and do not take its place.
+    """
+
+    cost: Cost
+
+    def price(self, calls: Sequence[Call]) -> tuple[OpCost, ...]:
+        """As `cost` prices them, with no output charged apart."""
+        return self.cost.price([replace(call, gradients=frozenset()) for call in calls])
+
+
+def named_cost(cost: str | Cost, peak: Peak) -> Cost:
+    """The cost model of a name, or the one that was given, for a limit on `peak`.
+
+    Raises:
+        OptionError: neither a known name nor an object with a ``price`` method.
+    """
+    found = costing.named(cost)
+    return _Together(found) if peak is Peak.STEP else found
+
+
+def _knee(frontier: Frontier) -> tuple[tuple[Choice, ...], Point]:
+    """The curve limit against extra time, and the point where bending down begins to cost."""
     baseline, floor = frontier.baseline_bytes, frontier.floor.peak_bytes
     limits = [baseline, *(baseline * share // 100 for share in SHARES), floor]
     points = frontier.curve([limit for limit in limits if limit >= floor])
     choices = tuple(Choice(limit, p.peak_bytes, p.seconds) for limit, p in points.items())
     worst = max((p.seconds for p in points.values()), default=0.0) or 1.0
     best = min(points.values(), key=lambda p: p.peak_bytes / max(baseline, 1) + p.seconds / worst)
-    return choices, frontier.problem.schedule(best.runs)
+    return choices, best
 
 
-def _resolve(limit: Limit | DeviceLimits, graph: Graph, baseline_bytes: int) -> int:
+def _resolve(
+    limit: Limit | DeviceLimits,
+    limits: Mapping[str, int] | None,
+    graph: Graph,
+    baseline_bytes: int,
+    peak: Peak,
+) -> int:
     if isinstance(limit, Limit):
-        return limit.resolve(baseline_bytes, lambda: free_bytes(graph))
+        return limit.resolve(baseline_bytes, lambda: free_bytes(graph, peak))
+    return max((limits or {}).values())
+
+
+def _by_device(limit: DeviceLimits, graph: Graph, peak: Peak) -> dict[str, int]:
+    """The limit of each device in bytes."""
     devices = sorted({v.device for v in graph.values.values() if v.kind is Kind.ACTIVATION})
-    named = sorted(device for device, _ in limit.limits)
-    if named != devices or len(devices) != 1:
-        expected = f"one limit in bytes: the model's activations are on {', '.join(devices)}"
+    if sorted(device for device, _ in limit.limits) != devices:
+        each = ", ".join(f'"{device}": "4GB"' for device in devices)
+        expected = f"a limit for each device that the model's activations are on: {{{each}}}"
         raise OptionError("limit", str(limit), expected)
-    return limit.resolve({devices[0]: baseline_bytes}, costing.free_bytes)[devices[0]]
+    counted = bounded_graph(graph, peak)
+    baseline = simulate(counted, Schedule.keeping_everything(graph)).device_peaks
+    return dict(limit.resolve(baseline, lambda device: free_bytes(graph, peak, device)))
 
 
-def free_bytes(graph: Graph) -> int:
-    """What ``limit="auto"`` allows: free memory of the device, less gradients and the state of
-    an optimizer with two moments, less a margin."""
-    gradients = {v.storage: v.nbytes for v in graph.values.values() if v.kind is Kind.GRADIENT}
+def free_bytes(graph: Graph, peak: Peak, device: str | None = None) -> int:
+    """What ``limit="auto"`` allows: free memory of the device, less the state of an optimizer with
+    two moments, less gradients where the limit does not count them, less a margin."""
+    apart = MOMENTS + (peak is Peak.ACTIVATIONS)
     devices = {v.device for v in graph.values.values() if v.kind is Kind.ACTIVATION}
-    free = min(costing.free_bytes(device) for device in sorted(devices))
-    return max(1, int(MARGIN * (free - 3 * sum(gradients.values()))))
+    free = min(costing.free_bytes(each) for each in ([device] if device else sorted(devices)))
+    return max(1, int(MARGIN * (free - apart * gradient_bytes(graph))))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from fxrecals import report, schedule
 from fxrecals.errors import FxrecalsError
-from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
+from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, Where, bounded_graph
 from fxrecals.schedule import Region, Schedule
 from fxrecals.timeline import Timeline, simulate
 
@@ -54,11 +54,18 @@ class Plan:
     Attributes:
         graph: the step.
         schedule: which op runs when.
-        limit_bytes: the limit on activation bytes, or None where none was given.
+        limit_bytes: the limit, or None where none was given.
         floor_bytes: the smallest limit for which a schedule was found.
         choices: limit against extra time, where no limit was given.
         solver: name of the solver.
         notes: what the reader should know: graph breaks, ops that are kept and why.
+        peak: what limit, floor and choices are about: the peak of activations, or that of the
+            step, with gradients of parameters.
+        bound_seconds: a proved lower bound on the extra time of every schedule within the limit,
+            at the estimated times of the ops; `fxrecals.solve.bound` has the proof. Where no
+            limit was given, within the peak of this plan.
+        device_limits: the limit of each device in bytes, where each has one; `limit_bytes` is
+            then the largest of them.
     """
 
     graph: Graph
@@ -68,6 +75,9 @@ class Plan:
     choices: tuple[Choice, ...] = ()
     solver: str = "auto"
     notes: tuple[str, ...] = ()
+    peak: Peak = Peak.ACTIVATIONS
+    bound_seconds: float = 0.0
+    device_limits: tuple[tuple[str, int], ...] = ()
     exporter: Exporter | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -79,6 +89,17 @@ class Plan:
     def baseline(self) -> Timeline:
         """Live bytes at each run of the step without recompute."""
         return simulate(self.graph, Schedule.keeping_everything(self.graph))
+
+    @cached_property
+    def bounded(self) -> Timeline:
+        """`timeline`, with all among the live bytes that the limit bounds."""
+        return simulate(bounded_graph(self.graph, self.peak), self.schedule)
+
+    @cached_property
+    def bounded_baseline(self) -> Timeline:
+        """`baseline`, with all among the live bytes that the limit bounds."""
+        keep = Schedule.keeping_everything(self.graph)
+        return simulate(bounded_graph(self.graph, self.peak), keep)
 
     @property
     def peak_bytes(self) -> int:
@@ -94,6 +115,11 @@ class Plan:
     def baseline_peak_bytes(self) -> int:
         """Largest live total of activation bytes without recompute."""
         return self.baseline.peak_bytes
+
+    @property
+    def baseline_step_peak_bytes(self) -> int:
+        """Largest live total without recompute, gradients of parameters included."""
+        return self.baseline.step_peak_bytes
 
     @property
     def saved_bytes(self) -> int:
@@ -172,6 +198,9 @@ class Plan:
             "limit_bytes": self.limit_bytes,
             "floor_bytes": self.floor_bytes,
             "solver": self.solver,
+            "peak": self.peak.value,
+            "bound_seconds": self.bound_seconds,
+            "device_limits": self.device_limits,
             "notes": self.notes,
             "choices": [asdict(choice) for choice in self.choices],
             "schedule": asdict(self.schedule),
@@ -237,6 +266,9 @@ def _read_plan(data: Mapping[str, Any]) -> Plan:
         choices=tuple(Choice(**choice) for choice in data["choices"]),
         solver=data["solver"],
         notes=tuple(data["notes"]),
+        peak=Peak(data.get("peak", Peak.ACTIVATIONS)),
+        bound_seconds=data.get("bound_seconds", 0.0),
+        device_limits=tuple((device, limit) for device, limit in data.get("device_limits", ())),
     )
 
 

@@ -18,7 +18,7 @@ from tabulate import tabulate
 
 from fxrecals import schedule as schedules
 from fxrecals.formats import format_bytes, format_count, format_seconds
-from fxrecals.ir import ONCE, Graph, Kind, Op, Phase, Trait, Value, is_charged
+from fxrecals.ir import ONCE, Graph, Kind, Op, Peak, Phase, Trait, Value, is_charged
 from fxrecals.schedule import Region, Schedule
 from fxrecals.timeline import Timeline
 
@@ -88,7 +88,7 @@ def timeline_text(plan: Plan) -> str:
     run  op   module  half     live  allocated  freed
       0  sin          forward     8          8      8
     """
-    found = plan.timeline
+    found = plan.bounded
     header = ("run", "op", "module", "half", "live", "allocated", "freed")
     rows: list[tuple[str, ...]] = [header]
     for index, step in enumerate(found.steps):
@@ -105,6 +105,7 @@ def timeline_text(plan: Plan) -> str:
         for row in rows
     ]
     about = "bytes; live counts what the run reads, makes and uses for itself"
+    about += ", and gradients" if plan.peak is Peak.STEP else ""
     peak = f"; peak at run {found.peak_index}" if found.steps else ""
     return _ascii("\n".join([about + peak, *lines]))
 
@@ -119,19 +120,26 @@ def _half(timeline: Timeline, index: int) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    peak, baseline = format_bytes(plan.peak_bytes), format_bytes(plan.baseline_peak_bytes)
+    which, nbytes = _which_peak(plan), plan.bounded.peak_bytes
+    peak, baseline = format_bytes(nbytes), format_bytes(plan.bounded_baseline.peak_bytes)
     floor = f"floor {format_bytes(plan.floor_bytes)}"
     again = f"{_more_time(plan, plan.extra_seconds)} ({_count_again(plan)})"
     if plan.limit_bytes is None and not plan.choices:
-        return f"no limit given: peak {peak} instead of {baseline}, {again}, {floor}"
+        return f"no limit given: {which} {peak} instead of {baseline}, {again}, {floor}"
     if plan.limit_bytes is None:
-        return f"no limit given: peak {baseline}; the knee is at {peak}, {again}"
-    limit = format_bytes(plan.limit_bytes)
-    if plan.peak_bytes > plan.limit_bytes:
-        return f"does not fit {limit}: peak {peak} instead of {baseline}, {again}, {floor}"
+        return f"no limit given: {which} {baseline}; the knee is at {peak}, {again}"
+    each = plan.device_limits
+    limit = ", ".join(f"{format_bytes(most)} on {device}" for device, most in each)
+    limit = limit or format_bytes(plan.limit_bytes)
+    if not each and nbytes > plan.limit_bytes:
+        return f"does not fit {limit}: {which} {peak} instead of {baseline}, {again}, {floor}"
     if not plan.regions:
-        return f"fits {limit} as it is: peak {baseline}, nothing runs again, {floor}"
-    return f"fits {limit}: peak {peak} instead of {baseline}, {again}, {floor}"
+        return f"fits {limit} as it is: {which} {baseline}, nothing runs again, {floor}"
+    return f"fits {limit}: {which} {peak} instead of {baseline}, {again}, {floor}"
+
+
+def _which_peak(plan: Plan) -> str:
+    return "peak" if plan.peak is Peak.ACTIVATIONS else f"{plan.peak.value} peak"
 
 
 def _count_again(plan: Plan) -> str:
@@ -480,9 +488,7 @@ def _peaks(plan: Plan) -> str:
     before, after = plan.baseline, plan.timeline
     seconds = plan.baseline_seconds
     rows = [
-        _both("peak of activations", before.peak_bytes, after.peak_bytes, _peak_at(plan)),
-        *_device_peaks(before, after),
-        _both("peak with gradients", before.step_peak_bytes, after.step_peak_bytes, ""),
+        *_peak_rows(plan),
         _both("kept for the backward", before.saved_bytes, after.saved_bytes, ""),
         ("floor: lowest limit found", "", format_bytes(plan.floor_bytes), ""),
         (
@@ -492,7 +498,23 @@ def _peaks(plan: Plan) -> str:
             "",
         ),
     ]
+    if plan.regions:
+        bound = format_seconds(seconds + plan.bound_seconds)
+        rows.append(("no schedule within the limit takes less", "", bound, ""))
     return _table(("", "no recompute", "planned", "planned peak at"), rows, "lrrl")
+
+
+def _peak_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Both peaks; that which the limit bounds with the op that it is reached at, and by device."""
+    before, after = plan.baseline, plan.timeline
+    peaks = {
+        Peak.ACTIVATIONS: ("peak of activations", before.peak_bytes, after.peak_bytes),
+        Peak.STEP: ("peak with gradients", before.step_peak_bytes, after.step_peak_bytes),
+    }
+    for peak, figures in peaks.items():
+        yield _both(*figures, _peak_at(plan) if peak is plan.peak else "")
+        if peak is plan.peak:
+            yield from _device_peaks(plan.bounded_baseline, plan.bounded)
 
 
 def _device_peaks(before: Timeline, after: Timeline) -> Iterator[tuple[str, ...]]:
@@ -507,7 +529,7 @@ def _both(name: str, before: int, after: int, where: str) -> tuple[str, ...]:
 
 
 def _peak_at(plan: Plan) -> str:
-    found = plan.timeline
+    found = plan.bounded
     if not found.steps:
         return ""
     op = plan.graph.op(found.peak_at)
@@ -517,27 +539,29 @@ def _peak_at(plan: Plan) -> str:
 
 
 def _choices(plan: Plan) -> str:
-    whole = plan.baseline_peak_bytes
+    whole = plan.bounded_baseline.peak_bytes
     rows = [
         (
             format_bytes(choice.limit_bytes),
             _percent(choice.limit_bytes, whole),
             format_bytes(choice.peak_bytes),
             _more_time(plan, choice.extra_seconds).removesuffix(" time"),
-            "<- this plan" if choice.peak_bytes == plan.peak_bytes else "",
+            "<- this plan" if choice.peak_bytes == plan.bounded.peak_bytes else "",
         )
         for choice in plan.choices
     ]
-    return _table(("limit", "of the peak", "peak", "more time", ""), rows, "rrrrl")
+    which = _which_peak(plan)
+    return _table(("limit", f"of the {which}", which, "more time", ""), rows, "rrrrl")
 
 
 def _picture(plan: Plan) -> str:
-    """Activation bytes over the step; what runs again stands at the op that it runs for."""
+    """Bytes that a limit bounds, op by op; what runs again stands at the op that it runs for."""
     columns, height = PICTURE
-    before = _profile(plan, plan.baseline, columns)
-    after = _profile(plan, plan.timeline, columns)
+    before = _profile(plan, plan.bounded_baseline, columns)
+    after = _profile(plan, plan.bounded, columns)
     top = max([*before, *after, 1])
-    lines = [f"{'':10}activation bytes, op by op:  # planned   : no recompute"]
+    what = "activation bytes" if plan.peak is Peak.ACTIVATIONS else "bytes with gradients"
+    lines = [f"{'':10}{what}, op by op:  # planned   : no recompute"]
     for row in range(height):
         level = top * (2 * (height - row) - 1) / (2 * height)
         cells = (

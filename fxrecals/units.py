@@ -66,9 +66,9 @@ class Limit:
         """The limit in bytes, rounded down, so that it never allows more than was asked for.
 
         Args:
-            baseline_bytes: activation peak of the step without recompute.
-            available_bytes: tells how many bytes of the device activations may take; called
-                for "auto" only.
+            baseline_bytes: the peak without recompute, of what the limit bounds.
+            available_bytes: tells how many bytes of the device that may take; called for "auto"
+                only.
 
         Raises:
             LimitError: the limit is "auto" and nobody can tell the free memory.
@@ -108,7 +108,7 @@ class DeviceLimits:
         """The limits in bytes by device, as `Limit.resolve` gives them.
 
         Args:
-            baseline_bytes: activation peak on each device without recompute; 0 where missing.
+            baseline_bytes: the peak on each device without recompute; 0 where missing.
             available_bytes: as for `Limit.resolve`, given the device.
 
         Raises:

@@ -1,5 +1,6 @@
 """`fxrecals.plan` and `fxrecals.rewrite`: the promises, measured, on small models of each kind."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import fxrecals
 from benchmarks import models, promises, yardsticks
-from benchmarks.measure import compare, record
+from benchmarks.measure import compare, record, step_memory
 from fxrecals.plans import Plan
 from tests.helpers import peak_bytes
 
@@ -84,6 +85,63 @@ def test_every_limit_above_the_floor_is_kept_with_the_same_bits(make: Callable[[
         assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
         peaks.append(measured)
     assert peaks == sorted(peaks, reverse=True)
+
+
+def weighty() -> Made:
+    """More bytes of parameters than of activations, and scratch that makes room for gradients."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*blocks), (torch.randn(4, 64, 8, 8),)
+
+
+def small_gpt() -> Made:
+    return yardsticks.gpt(blocks=2, width=32, heads=4, vocab=32, tokens=16, batch=4, dropout=0.1)
+
+
+@pytest.mark.parametrize("make", [small_gpt, broken, weighty])
+def test_a_limit_on_the_step_is_kept_with_the_same_bits(make: Callable[[], Made]) -> None:
+    model, inputs = make()
+    plain, state = make()[0], {k: v.clone() for k, v in model.state_dict().items()}
+    expected = record(plain, plain, inputs)
+    whole = fxrecals.plan(model, inputs, "100%", peak="step")
+    for limit in (
+        "100%",
+        (whole.baseline_step_peak_bytes + whole.floor_bytes) // 2,
+        whole.floor_bytes,
+    ):
+        plan = fxrecals.plan(model, inputs, limit, peak="step")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "the graph after the break")
+            small = fxrecals.rewrite(model, inputs, plan)
+            model.load_state_dict(state)
+            assert compare(expected, record(small, model, inputs)) == []
+        measured = step_memory(step_of(small, inputs), model)
+        assert plan.limit_bytes is not None
+        assert measured.peak <= plan.limit_bytes
+        assert plan.step_peak_bytes == pytest.approx(measured.peak, rel=0.03)
+
+
+def test_a_limit_on_the_step_goes_where_none_on_activations_does() -> None:
+    model, inputs = unet()
+    floor = fxrecals.plan(model, inputs, "100%", peak="step").floor_bytes
+    for limit in (fxrecals.plan(model, inputs, "100%").floor_bytes, "50%"):
+        assert fxrecals.plan(model, inputs, limit).step_peak_bytes > floor
+    small = fxrecals.rewrite(model, inputs, floor, peak="step")
+    assert step_memory(step_of(small, inputs), model).peak <= floor
+
+
+def test_another_batch_size_keeps_a_limit_on_the_step() -> None:
+    model, (x,) = weighty()
+    plan = fxrecals.plan(model, (x,), "100%", peak="step")
+    small = fxrecals.rewrite(model, (x,), plan)
+    assert plan.limit_bytes is not None
+    assert step_memory(step_of(small, (x[:3],)), model).peak <= plan.limit_bytes
+
+
+def test_a_plan_brings_its_peak_to_the_rewrite_and_no_other_is_taken() -> None:
+    model, inputs = broken()
+    with pytest.raises(fxrecals.OptionError, match='a plan that was made with peak="step"'):
+        fxrecals.rewrite(model, inputs, fxrecals.plan(model, inputs, "100%"), peak="step")
 
 
 @pytest.mark.slow
@@ -165,6 +223,7 @@ def test_another_batch_size_is_planned_by_itself_within_the_limit() -> None:
         ({"limit": 0.5}, "limit=0.5"),
         ({"limit": "50%", "solver": "magic"}, "solver='magic'"),
         ({"limit": "50%", "cost": "free"}, "cost='free'"),
+        ({"limit": "50%", "peak": "gradients"}, "peak='gradients'"),
         ({"limit": {"cuda:0": "1GB"}}, "on cpu"),
     ],
 )

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from benchmarks.measure import compare, record
+from benchmarks.measure import clear, compare, record, step_memory
 from fxrecals import _torch, dynamo, schedule
-from fxrecals.dynamo import Ledger, backend, named_backend
+from fxrecals.dynamo import Held, Ledger, backend, named_backend
 from fxrecals.errors import InfeasibleLimitError, LimitError, OptionError
-from fxrecals.ir import Graph
+from fxrecals.ir import Graph, Peak, bounded_graph
+from fxrecals.plans import Plan
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from fxrecals.units import parse_limit
@@ -42,7 +43,7 @@ class Asked:
         self.floor_bytes = floor_bytes
 
     def __call__(
-        self, graph: Graph, limit: Any, *, solver: str, allowance_bytes: int | None
+        self, graph: Graph, limit: Any, *, solver: str, peak: Peak, allowance_bytes: int | None
     ) -> Schedule:
         self.allowances.append(allowance_bytes)
         self.graphs.append(graph)
@@ -183,6 +184,7 @@ def test_a_mode_of_compile_reaches_inductor(
         ({"inner": "jax"}, "inner"),
         ({"solver": "luck"}, "solver"),
         ({"cost": "free"}, "cost"),
+        ({"peak": "gradients"}, "peak"),
         ({"limit": "4 lightyears"}, "limit"),
     ],
 )
@@ -319,13 +321,13 @@ def test_a_view_as_output_is_followed_to_its_graph() -> None:
 
 def test_free_memory_is_already_less_what_others_hold() -> None:
     ledger = Ledger()
-    ledger.enter(500)
+    ledger.enter([Held(500)])
     assert ledger.allowance(parse_limit("auto"), baseline_bytes=1000) is None
 
 
 def test_leaving_twice_is_leaving_once() -> None:
     ledger = Ledger()
-    first, second = ledger.enter(100), ledger.enter(20)
+    first, second = ledger.enter([Held(100)]), ledger.enter([Held(20)])
     ledger.leave(first)
     ledger.leave(first)
     assert ledger.alive_bytes == 20
@@ -337,10 +339,122 @@ def test_a_share_is_taken_anew_when_a_step_begins() -> None:
     ledger = Ledger()
     half = parse_limit("50%")
     ledger.allowance(half, 1000)
-    ledger.leave(ledger.enter(100))
+    ledger.leave(ledger.enter([Held(100)]))
     assert ledger.allowance(half, 4000) is None
-    ledger.enter(100)
+    ledger.enter([Held(100)])
     assert ledger.allowance(half, 1) == 1900
+
+
+# --- gradients under the limit -----------------------------------------------------------------
+
+
+class Halves(nn.Module):
+    """Two graphs: many activations and few parameters, then the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+        self.first = nn.Sequential(*blocks)
+        self.second = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x[:1])
+
+
+def halves() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Halves(), torch.randn(512, 64)
+
+
+def stepping(compiled: Any, model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    """A step whose output is held to its end."""
+
+    def step() -> Tensor:
+        clear(model)
+        out = compiled(x)
+        out.square().mean().backward()
+        return out
+
+    return step
+
+
+def test_one_graph_keeps_a_limit_on_the_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+    x = torch.randn(96, 64)
+    chosen = backend("70%", peak="step", inner="eager")
+    peak = step_memory(stepping(torch.compile(model, backend=chosen), model, x), model).peak
+    (plan,) = chosen.plans
+    assert isinstance(plan, Plan)
+    assert plan.peak is Peak.STEP
+    assert plan.limit_bytes == plan.baseline_step_peak_bytes * 7 // 10
+    assert plan.limit_bytes is not None
+    assert peak <= plan.limit_bytes
+    assert plan.step_peak_bytes == pytest.approx(peak, rel=0.03)
+
+
+def test_a_share_is_one_of_the_first_graph_with_its_gradients() -> None:
+    model, x = halves()
+    planner = Asked()
+    chosen = backend("100%", peak="step", inner="eager", planner=planner)
+    with pytest.warns(UserWarning, match="planned without"):
+        torch.compile(model, backend=chosen)(x).sum().backward()
+    first = planner.graphs[0]
+    keep = Schedule.keeping_everything(first)
+    whole = simulate(bounded_graph(first, Peak.STEP), keep).peak_bytes
+    held = simulate(first, helpers.just_in_time(first)).saved_bytes
+    assert planner.allowances == [None, whole - held]
+
+
+def test_gradients_stay_until_no_graph_waits() -> None:
+    ledger = Ledger()
+    first, second = ledger.enter([Held(100, 10)]), ledger.enter([Held(20, 7)])
+    ledger.leave(second, has_run=True)
+    assert ledger.alive_bytes == 107
+    third = ledger.enter([Held(30, 5)])
+    ledger.leave(third)
+    assert ledger.alive_bytes == 107, "its backward never ran"
+    ledger.leave(second, has_run=True)
+    assert ledger.alive_bytes == 107
+    ledger.leave(first, has_run=True)
+    assert ledger.alive_bytes == 0
+    ledger.enter([Held(1)])
+    assert ledger.alive_bytes == 1, "another step begins"
+
+
+def test_a_backward_that_has_run_leaves_its_gradients_to_the_ledger() -> None:
+    model, x = halves()
+    chosen = backend(10**9, peak="step", inner="eager", planner=Asked())
+    compiled = torch.compile(model, backend=chosen)
+    other = torch.compile(nn.Linear(64, 4), backend=chosen)
+    waiting = other(x)
+    before = chosen.ledger.alive_bytes
+    compiled(x).sum().backward()
+    made = sum(p.nbytes for p in model.parameters())
+    assert chosen.ledger.alive_bytes == before + made
+    waiting.sum().backward()
+    assert chosen.ledger.alive_bytes == 0
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(1_000, False), (1_000_000, True)])
+def test_a_step_of_several_graphs_keeps_its_limit_or_is_warned_of(spare: int, fits: bool) -> None:
+    """The later graph fits just as well, but leaves its gradients to the earlier one's backward."""
+    model, x = halves()
+    roomy = backend(10**9, peak="step", inner="eager")
+    torch.compile(model, backend=roomy)(x).sum().backward()
+    earlier, later = roomy.plans
+    limit = earlier.saved_bytes + later.step_peak_bytes + spare
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend(limit, peak="step", inner="eager"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        peak = step_memory(stepping(compiled, model, x), model).peak
+    said = [str(w.message) for w in caught if "graph after the break" in str(w.message)]
+    assert (peak <= limit) is fits
+    assert len(said) == (not fits)
+    assert all(f"over limit={parse_limit(limit)}" in words for words in said)
 
 
 # --- by name -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ ERRORS = [
     CaptureError("the example has 2 inputs, the model takes 1"),
     InfeasibleLimitError(4 * 10**9, 5_200_000_001, "mul_14", "layers.7.mlp", "model.py:88"),
     InfeasibleLimitError(4 * 10**9, 5_200_000_001, device="cuda:0"),
+    InfeasibleLimitError(4 * 10**9, 5_200_000_001, "mul_14", peak="step"),
 ]
 
 
@@ -98,3 +99,11 @@ def test_a_limit_by_device_is_pasted_by_device() -> None:
     message = str(InfeasibleLimitError(1, 2, device="cuda:0"))
     assert message.startswith("limit 1 B on cuda:0 is below")
     assert message.endswith("(limit={'cuda:0': 2})")
+
+
+def test_a_limit_on_another_peak_is_pasted_with_it() -> None:
+    error = InfeasibleLimitError(1, 2, "mul", "net", "a.py:1", "cuda:0").bounding("step")
+    assert str(error) == (
+        "limit 1 B of the step peak on cuda:0 is below the floor of 2 B, set by mul in net "
+        "(a.py:1); the smallest limit that works is 2 B (limit={'cuda:0': 2}, peak=\"step\")"
+    )

@@ -2,7 +2,20 @@ import dataclasses
 
 import pytest
 
-from fxrecals.ir import ONCE, Graph, Kind, Op, Phase, Trait, Value, is_charged, verify
+from fxrecals.ir import (
+    ONCE,
+    Graph,
+    Kind,
+    Op,
+    Peak,
+    Phase,
+    Trait,
+    Value,
+    bounded_graph,
+    gradient_bytes,
+    is_charged,
+    verify,
+)
 
 X = Value("x", 8, "x", Kind.PRIMAL)
 A = Value("a", 4, "a")
@@ -44,6 +57,24 @@ def test_the_program_cannot_be_changed(kind: type) -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_inputs_and_parameter_gradients_are_not_charged(kind: Kind) -> None:
     assert is_charged(Value("v", 1, "v", kind)) == (kind not in (Kind.PRIMAL, Kind.GRADIENT))
+
+
+def test_a_limit_on_the_step_charges_gradients_and_nothing_else_more() -> None:
+    values = {kind.value: Value(kind.value, 8, kind.value, kind) for kind in Kind}
+    graph = Graph((F, G), {"x": X, "a": A, "b": B, **values}, ("a",))
+    assert bounded_graph(graph, Peak.ACTIVATIONS) is graph
+    found = bounded_graph(graph, Peak.STEP)
+    assert (found.ops, found.outputs) == (graph.ops, graph.outputs)
+    changed = [name for name, value in found.values.items() if value != graph.values[name]]
+    assert changed == ["gradient"]
+    assert is_charged(found.values["gradient"])
+
+
+def test_a_gradient_and_its_views_count_once() -> None:
+    base = Value("w", 8, "w", Kind.GRADIENT)
+    views = {n: dataclasses.replace(base, name=n) for n in ("w", "v")}
+    other = {"u": Value("u", 3, "u", Kind.GRADIENT), "a": A}
+    assert gradient_bytes(Graph((), {**views, **other}, ("v",))) == 11
 
 
 @pytest.mark.parametrize("trait", Trait)

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from fxrecals import schedule as schedules
 from fxrecals.errors import FxrecalsError
-from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
+from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, Where
 from fxrecals.plans import VERSION, Choice, Plan
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
@@ -57,6 +57,19 @@ def test_figures_follow_from_graph_and_schedule() -> None:
 
 
 @given(graphs_with_schedules())
+def test_what_a_limit_on_the_step_bounds_is_activations_and_gradients(
+    drawn: tuple[Graph, Schedule],
+) -> None:
+    plan = Plan(*drawn, limit_bytes=7, floor_bytes=5, peak=Peak.STEP)
+    live = [step.live_bytes + step.gradient_bytes for step in plan.timeline.steps]
+    assert [step.live_bytes for step in plan.bounded.steps] == live
+    assert plan.bounded.peak_bytes == plan.step_peak_bytes
+    assert plan.bounded_baseline.peak_bytes == plan.baseline_step_peak_bytes
+    other = replace(plan, peak=Peak.ACTIVATIONS)
+    assert (other.bounded, other.bounded_baseline) == (plan.timeline, plan.baseline)
+
+
+@given(graphs_with_schedules())
 def test_json_gives_back_the_plan_and_itself(drawn: tuple[Graph, Schedule]) -> None:
     graph, schedule = drawn
     plan = Plan(graph, schedule, 7, 5, (Choice(7, 6, 0.1),), "greedy", ("it breaks",))
@@ -71,6 +84,16 @@ def test_json_gives_back_the_plan_and_itself(drawn: tuple[Graph, Schedule]) -> N
 def test_json_keeps_a_plan_without_a_limit() -> None:
     plan = replace(_plan(_graph()), limit_bytes=None)
     assert Plan.from_json(plan.to_json()).limit_bytes is None
+
+
+def test_json_keeps_which_peak_is_bounded_and_takes_activations_for_none() -> None:
+    plan = replace(_plan(_graph()), peak=Peak.STEP)
+    data = json.loads(plan.to_json())
+    assert Plan.from_json(plan.to_json()) == plan
+    del data["peak"]
+    assert Plan.from_json(json.dumps(data)) == _plan(_graph())
+    with pytest.raises(FxrecalsError, match="not a plan"):
+        Plan.from_json(json.dumps({**data, "peak": "highest"}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "3", "not json"])

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from fxrecals import report, schedule
 from fxrecals.formats import format_bytes
-from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where, is_charged
+from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, Where, is_charged
 from fxrecals.plans import Choice, Plan
 from fxrecals.schedule import Schedule
 from tests.strategies import graphs_with_schedules
@@ -240,6 +240,53 @@ def test_the_picture_has_the_planned_and_the_other_profile() -> None:
     assert all(len(line) <= 10 + report.PICTURE[0] for line in picture)
 
 
+def heavy(plan: Plan, nbytes: int = 3 * MB) -> Plan:
+    """A plan whose parameters' gradients weigh so much, with a limit on the step."""
+    values = {
+        name: replace(value, nbytes=nbytes) if value.kind is Kind.GRADIENT else value
+        for name, value in plan.graph.values.items()
+    }
+    return replace(plan, graph=replace(plan.graph, values=values), peak=Peak.STEP)
+
+
+def test_a_limit_on_the_step_is_spoken_of_as_one() -> None:
+    plan = heavy(plan_of(blocks(3), ["up_0", "act_0", "up_1"], limit=12 * MB))
+    assert plan.peak_bytes < plan.step_peak_bytes
+    peaks = format_bytes(plan.step_peak_bytes), format_bytes(plan.baseline_step_peak_bytes)
+    assert verdict(plan).startswith("fits 12.0 MB: step peak {} instead of {},".format(*peaks))
+    assert plan.bounded.peak_at in row(plan, "peak with gradients")
+    assert row(plan, "peak of activations").endswith("MB")
+    over = replace(plan, limit_bytes=plan.peak_bytes)
+    assert verdict(over).startswith("does not fit")
+
+
+def test_verdict_of_a_plan_for_the_step_without_recompute_or_limit() -> None:
+    kept = heavy(plan_of(blocks(2)))
+    assert verdict(kept).startswith("fits 100 MB as it is: step peak 9.00 MB, nothing")
+    knee = replace(kept, limit_bytes=None, choices=(Choice(9 * MB, 9 * MB, 0.0),))
+    assert verdict(knee).startswith("no limit given: step peak 9.00 MB; the knee is at 9.00 MB")
+
+
+def test_the_curve_of_the_step_gives_its_shares_and_marks_the_plan() -> None:
+    plan = heavy(plan_of(blocks(3), ["up_0"], limit=None))
+    whole, own = plan.baseline_step_peak_bytes, plan.step_peak_bytes
+    choices = (Choice(whole // 2, whole // 2, 5e-3), Choice(own, own, 2e-3))
+    found = repr(replace(plan, choices=choices)).splitlines()
+    (marked,) = [line for line in found if "<- this plan" in line]
+    assert marked.split()[0] == format_bytes(own).split()[0]
+    assert any("of the step peak" in line for line in found)
+    assert any("50.0 %" in line for line in found)
+    assert any("bytes with gradients, op by op" in line for line in found)
+
+
+def test_devices_are_told_apart_of_the_peak_that_is_bounded() -> None:
+    plan = heavy(plan_of(blocks(2)))
+    values = {**plan.graph.values, "up_0": replace(plan.graph.values["up_0"], device="cuda:0")}
+    lines = repr(replace(plan, graph=replace(plan.graph, values=values))).splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("peak with gradients")]
+    assert lines[at + 1].split()[:3] == ["on", "cpu", "8.00"]
+
+
 def test_curve_and_picture_are_left_out_under_a_limit() -> None:
     assert "<- this plan" not in repr(plan_of(blocks(2)))
     assert "+----" not in repr(plan_of(blocks(2)))
@@ -330,3 +377,12 @@ def test_timeline_numbers_are_bytes_under_their_headers() -> None:
     live = [int(line[:end].split()[-1]) for line in lines]
     assert live == [step.live_bytes for step in plan.timeline.steps]
     assert f"peak at run {plan.timeline.peak_index}" in first
+
+
+def test_a_timeline_of_the_step_counts_gradients_among_the_live_bytes() -> None:
+    plan = heavy(plan_of(blocks(2), ["up_0"]))
+    first, _, *lines = report.timeline_text(plan).splitlines()
+    assert "and gradients" in first
+    live = [int(re.split(r"\s{2,}", line.strip())[-3]) for line in lines]
+    assert max(live) == plan.step_peak_bytes
+    assert f"peak at run {live.index(max(live))}" in first

@@ -40,7 +40,8 @@ def judged(problem: Problem, state: State) -> int:
 
 
 def auto(graph: Graph, limit: int) -> Schedule:
-    return solve(Frontier(make_problem(graph)), limit)
+    frontier = Frontier(make_problem(graph))
+    return frontier.problem.schedule(solve(frontier, limit).runs)
 
 
 @given(joint_graphs(), st.randoms(use_true_random=False))

@@ -1,4 +1,4 @@
 """Solvers: from a graph and a limit to a schedule."""
 
-SOLVERS = ("auto",)
+SOLVERS = ("auto", "exact")
 """Names that `fxrecals.plan` takes."""

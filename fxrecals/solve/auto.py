@@ -20,7 +20,6 @@ from math import inf
 from time import monotonic
 
 from fxrecals.errors import InfeasibleLimitError
-from fxrecals.schedule import Schedule
 from fxrecals.solve import bound, exact, greedy, refine
 from fxrecals.solve.chain import Chain, cuts, dearest
 from fxrecals.solve.problem import Problem
@@ -324,22 +323,28 @@ def _distinct(found: Iterable[Snapshot]) -> Iterator[Snapshot]:
             yield runs
 
 
-def solve(frontier: Frontier, limit: int) -> Schedule:
-    """The cheapest schedule within `limit` bytes that a frontier offers."""
-    point = frontier.cheapest(limit)
+def solve(frontier: Frontier, limit: int, progress: Progress | None = None) -> Point:
+    """The cheapest point within `limit` bytes that a frontier offers.
+
+    Raises:
+        InfeasibleLimitError: with the floor, if the limit is below it.
+    """
+    point = frontier.cheapest(limit, progress)
     if point is None:
         raise infeasible(frontier, limit)
-    return frontier.problem.schedule(point.runs)
+    return point
 
 
 def infeasible(frontier: Frontier, limit: int) -> InfeasibleLimitError:
-    """The error that names the floor of a frontier and the op that sets it."""
+    """The error that names the floor of a frontier, the op that sets it, and its device."""
     floor = frontier.kept.at(frontier.floor.runs)
-    op = frontier.problem.ops[int(floor.total.argmax())]
+    row, position = divmod(int(floor.loads.argmax()), frontier.problem.end)
+    load, op = frontier.problem.loads[row], frontier.problem.ops[position]
     return InfeasibleLimitError(
-        limit_bytes=limit,
-        floor_bytes=floor.peak_bytes,
+        limit_bytes=limit - load.offset,
+        floor_bytes=floor.peak_bytes - load.offset,
         op=op.name,
         module=op.where.module,
         source=op.where.source,
+        device=load.device,
     )

@@ -1,0 +1,114 @@
+"""From a graph and a limit to a plan: which peak a limit bounds, and what "auto" leaves free."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from fxrecals import cost, planning
+from fxrecals.errors import InfeasibleLimitError, OptionError
+from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, gradient_bytes, verify
+from fxrecals.planning import plan_graph
+from fxrecals.units import parse_limit
+from tests.strategies import joint_graphs
+
+
+def layers(count: int, loss_scratch_bytes: int = 0) -> Graph:
+    """Layers with a parameter each: activations of 8 bytes, gradients of 4."""
+    values = {"x": Value("x", 0, "x", Kind.PRIMAL), "t": Value("t", 8, "t", Kind.TANGENT)}
+    forward: list[Op] = []
+    backward: list[Op] = []
+    reads = ["x", *(f"a{i}" for i in range(count))]
+    for i in range(count):
+        values[f"a{i}"] = Value(f"a{i}", 8, f"a{i}")
+        forward.append(Op(f"f{i}", "f", (reads[i],), (f"a{i}",), Phase.FORWARD, seconds=1.0))
+    last, upstream = reads[-1], "t"
+    for i in reversed(range(count)):
+        weight, data = f"w{i}", f"d{i}"
+        values[weight] = Value(weight, 4, weight, Kind.GRADIENT)
+        values[data] = Value(data, 8, data, Kind.BACKWARD)
+        backward.append(Op(f"bw{i}", "b", (reads[i], upstream), (weight,), Phase.BACKWARD, 1.0))
+        backward.append(Op(f"bd{i}", "b", (reads[i], upstream), (data,), Phase.BACKWARD, 1.0))
+        upstream = data
+    loss = Op("loss", "caller", (last,), ("t",), Phase.BACKWARD, traits=frozenset({Trait.CALLER}))
+    loss = replace(loss, scratch_bytes=loss_scratch_bytes)
+    held = (last, "t", upstream, *(f"w{i}" for i in range(count)))
+    graph = Graph((*forward, loss, *backward), values, held)
+    verify(graph)
+    return graph
+
+
+@settings(max_examples=50)
+@given(joint_graphs(max_ops=6))
+def test_a_limit_on_the_step_bounds_activations_and_gradients_together(graph: Graph) -> None:
+    plain = plan_graph(graph, parse_limit("100%"), peak=Peak.STEP)
+    assert plain.limit_bytes == plain.baseline_step_peak_bytes
+    assert plain.step_peak_bytes == plain.bounded.peak_bytes
+    limit = max(1, plain.floor_bytes)
+    lowest = plan_graph(graph, parse_limit(limit), peak=Peak.STEP)
+    assert lowest.step_peak_bytes <= limit
+    assert lowest.graph == graph
+    assert lowest.peak is Peak.STEP
+
+
+@settings(max_examples=20)
+@given(joint_graphs(max_ops=6))
+def test_the_curve_is_that_of_the_peak_asked_for(graph: Graph) -> None:
+    for peak in Peak:
+        plan = plan_graph(graph, None, peak=peak)
+        assert plan.choices[0].peak_bytes == plan.bounded_baseline.peak_bytes
+        assert plan.bounded.peak_bytes in {choice.peak_bytes for choice in plan.choices}
+
+
+def test_a_limit_on_the_step_reaches_lower_than_any_on_activations() -> None:
+    """The loss sets the floor of activations: under it, they fill the room that gradients need."""
+    graph = layers(12, loss_scratch_bytes=48)
+    top = plan_graph(graph, parse_limit("100%"))
+    by_activations = [
+        plan_graph(graph, parse_limit(limit)).step_peak_bytes
+        for limit in range(top.floor_bytes, top.baseline_peak_bytes + 1, 4)
+    ]
+    by_step = plan_graph(graph, parse_limit("100%"), peak=Peak.STEP).floor_bytes
+    assert by_step < min(by_activations)
+
+
+def test_a_percentage_is_of_the_peak_that_is_bounded() -> None:
+    graph = layers(12)
+    baseline = plan_graph(graph, parse_limit("100%")).baseline
+    assert baseline.step_peak_bytes > baseline.peak_bytes
+    for peak, whole in zip(Peak, (baseline.peak_bytes, baseline.step_peak_bytes), strict=True):
+        assert plan_graph(graph, parse_limit("90%"), peak=peak).limit_bytes == whole * 9 // 10
+
+
+def test_a_limit_under_the_floor_of_the_step_says_so_and_names_one_that_works() -> None:
+    graph = layers(4)
+    with pytest.raises(
+        InfeasibleLimitError, match=r"limit 5 B of the step peak is below"
+    ) as caught:
+        plan_graph(graph, parse_limit(5), peak=Peak.STEP)
+    floor = caught.value.floor_bytes
+    assert caught.value.peak == "step"
+    assert caught.value.op in graph.by_name
+    assert str(caught.value).endswith(f'(limit={floor}, peak="step")')
+    assert plan_graph(graph, parse_limit(floor), peak=Peak.STEP).step_peak_bytes <= floor
+    with pytest.raises(InfeasibleLimitError):
+        plan_graph(graph, parse_limit(floor - 1), peak=Peak.STEP)
+
+
+@pytest.mark.parametrize("limit", ["auto", {"cpu": "auto"}])
+@pytest.mark.parametrize(("peak", "apart"), [(Peak.ACTIVATIONS, 3), (Peak.STEP, 2)])
+def test_auto_sets_gradients_aside_where_the_limit_does_not_count_them(
+    limit: str | dict[str, str], peak: Peak, apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "free_bytes", lambda device: 1000)
+    graph = layers(5)
+    assert gradient_bytes(graph) == 20
+    plan = plan_graph(graph, parse_limit(limit), peak=peak)
+    assert plan.limit_bytes == 0.9 * (1000 - apart * 20)
+
+
+@pytest.mark.parametrize("peak", ["steps", "", None, 1, ["step"]])
+def test_a_peak_that_there_is_not_is_refused_with_those_that_there_are(peak: str) -> None:
+    with pytest.raises(OptionError, match="what works: 'activations' or 'step'") as caught:
+        planning.named_peak(peak)
+    assert caught.value.argument == "peak"
