@@ -17,8 +17,9 @@ from typing import Any
 
 import fxrecals
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value
-from fxrecals.solve.auto import auto
-from fxrecals.timeline import Timeline, simulate
+from fxrecals.planning import plan_graph
+from fxrecals.timeline import Timeline
+from fxrecals.units import parse_limit
 
 FOLDER = Path(__file__).parent / "img"
 GREY, ORANGE, BLUE, RED = "#8a8f98", "#d9822b", "#3b8fd9", "#d64550"
@@ -41,9 +42,14 @@ def main() -> None:
         limit_mb=(plan.limit_bytes or 0) / 1e6,
         title="GPT-2, 6 blocks, limit 35 %",
     )
-    graph = chain()
-    kept, tight = (simulate(graph, auto(graph, limit)) for limit in (65 * 10**6, 45 * 10**6))
-    draw("chain", curve(graph, kept), curve(graph, tight), 45.0, "Four ops, limit 45 MB")
+    plan = plan_graph(chain(), parse_limit("45MB"))
+    draw(
+        "chain",
+        curve(plan.graph, plan.baseline),
+        curve(plan.graph, plan.timeline),
+        limit_mb=45.0,
+        title="Four ops, limit 45 MB",
+    )
 
 
 def gpt2_plan() -> fxrecals.Plan:
