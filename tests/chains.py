@@ -1,10 +1,14 @@
 """Chains of ops, whose best schedules are known from the literature."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from math import comb, inf
 
 from fxrecals.ir import Graph, Kind, Op, Phase, Value, verify
+
+TWO: tuple[str, ...] = ("cuda:0", "cuda:1")
+"""Devices."""
 
 
 def chain(
@@ -82,3 +86,31 @@ def rotor(sizes: Sequence[int], times: Sequence[float], slopes: Sequence[int], l
         return best
 
     return least(0, last, limit)
+
+
+def side_by_side(graphs: list[Graph], devices: tuple[str, ...]) -> Graph:
+    """One graph of several that have nothing to do with each other, each on its own device."""
+    ops: list[Op] = []
+    values: dict[str, Value] = {}
+    outputs: list[str] = []
+    for phase in Phase:
+        for index, graph in enumerate(graphs):
+            ops += [
+                replace(
+                    op,
+                    name=f"{index}.{op.name}",
+                    inputs=tuple(f"{index}.{name}" for name in op.inputs),
+                    outputs=tuple(f"{index}.{name}" for name in op.outputs),
+                )
+                for op in graph.ops
+                if op.phase is phase
+            ]
+    for index, (graph, device) in enumerate(zip(graphs, devices, strict=True)):
+        for value in graph.values.values():
+            name = f"{index}.{value.name}"
+            storage = f"{index}.{value.storage}"
+            values[name] = replace(value, name=name, storage=storage, device=device)
+        outputs += [f"{index}.{name}" for name in graph.outputs]
+    joined = Graph(tuple(ops), values, tuple(outputs))
+    verify(joined)
+    return joined

@@ -1,6 +1,7 @@
 """From a graph and a limit to a plan: which peak a limit bounds, and what "auto" leaves free."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,10 @@ from hypothesis import given, settings
 from fxrecals import cost, planning
 from fxrecals.errors import InfeasibleLimitError, OptionError
 from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, gradient_bytes, verify
-from fxrecals.planning import plan_graph
+from fxrecals.planning import checked_deadline, plan_graph
+from fxrecals.plans import Plan
 from fxrecals.units import parse_limit
+from tests.chains import TWO, chain, side_by_side
 from tests.strategies import joint_graphs
 
 
@@ -112,3 +115,49 @@ def test_a_peak_that_there_is_not_is_refused_with_those_that_there_are(peak: str
     with pytest.raises(OptionError, match="what works: 'activations' or 'step'") as caught:
         planning.named_peak(peak)
     assert caught.value.argument == "peak"
+
+
+def test_the_bound_is_below_the_plan_and_travels_with_it() -> None:
+    plan = plan_graph(chain(12), parse_limit("50%"))
+    assert 0.0 < plan.bound_seconds <= plan.extra_seconds
+    assert Plan.from_json(plan.to_json()).bound_seconds == plan.bound_seconds
+    assert "no schedule within the limit takes less" in repr(plan)
+
+
+def test_the_optimum_is_its_own_bound() -> None:
+    plan = plan_graph(chain(6), parse_limit("60%"), solver="exact")
+    assert plan.bound_seconds == plan.extra_seconds
+
+
+def test_every_device_has_its_own_limit() -> None:
+    graph = side_by_side([chain(12), chain(12)], TWO)
+    alone = plan_graph(chain(12), None).baseline_peak_bytes
+    plan = plan_graph(graph, parse_limit({TWO[0]: alone, TWO[1]: alone // 2}))
+    assert plan.device_limits == ((TWO[0], alone), (TWO[1], alone // 2))
+    peaks = plan.timeline.device_peaks
+    assert peaks[TWO[0]] <= alone
+    assert peaks[TWO[1]] <= alone // 2
+    assert f"on {TWO[1]}" in repr(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_device_that_has_no_room_is_named() -> None:
+    graph = side_by_side([chain(12), chain(12)], TWO)
+    with pytest.raises(InfeasibleLimitError) as caught:
+        plan_graph(graph, parse_limit({TWO[0]: 1000, TWO[1]: 12}))
+    assert caught.value.device == TWO[1]
+    assert caught.value.limit_bytes == 12
+    floor = caught.value.floor_bytes
+    plan_graph(graph, parse_limit({TWO[0]: 1000, TWO[1]: floor}))
+
+
+def test_a_device_without_a_limit_is_an_error() -> None:
+    graph = side_by_side([chain(3), chain(3)], TWO)
+    with pytest.raises(OptionError, match="cuda:1"):
+        plan_graph(graph, parse_limit({TWO[0]: 1000}))
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, "soon"])
+def test_a_deadline_is_a_positive_number(deadline: Any) -> None:
+    with pytest.raises(OptionError, match="deadline"):
+        checked_deadline(deadline)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from fxrecals import schedule as scheduling
 from fxrecals.errors import InfeasibleLimitError
-from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
+from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value
 from fxrecals.schedule import Schedule
 from fxrecals.solve import greedy, refine
 from fxrecals.solve.auto import Clock, Frontier, solve
 from fxrecals.solve.problem import Problem, make_problem
 from fxrecals.solve.state import State
 from fxrecals.timeline import simulate
-from tests.chains import chain
+from tests.chains import TWO, chain, side_by_side
 from tests.oracle import cheapest
 from tests.strategies import joint_graphs
 
@@ -209,9 +209,6 @@ def test_what_the_caller_hands_on_is_not_made_again() -> None:
     assert make_problem(graph).may_run_again == (False, False, True, False)
 
 
-TWO: tuple[str, ...] = ("cuda:0", "cuda:1")
-
-
 @given(joint_graphs(devices=TWO), st.integers(1, 40), st.integers(1, 40), st.randoms())
 def test_each_device_is_a_load_of_its_own(
     graph: Graph, first: int, second: int, dice: random.Random
@@ -257,34 +254,6 @@ def test_a_limit_on_one_device_leaves_the_other_alone() -> None:
     again = {frontier.problem.ops[op].name for op in point.runs}
     assert again
     assert all(name.startswith("1.") for name in again)
-
-
-def side_by_side(graphs: list[Graph], devices: tuple[str, ...]) -> Graph:
-    """One graph of several that have nothing to do with each other, each on its own device."""
-    ops: list[Op] = []
-    values: dict[str, Value] = {}
-    outputs: list[str] = []
-    for phase in Phase:
-        for index, graph in enumerate(graphs):
-            ops += [
-                replace(
-                    op,
-                    name=f"{index}.{op.name}",
-                    inputs=tuple(f"{index}.{name}" for name in op.inputs),
-                    outputs=tuple(f"{index}.{name}" for name in op.outputs),
-                )
-                for op in graph.ops
-                if op.phase is phase
-            ]
-    for index, (graph, device) in enumerate(zip(graphs, devices, strict=True)):
-        for value in graph.values.values():
-            name = f"{index}.{value.name}"
-            storage = f"{index}.{value.storage}"
-            values[name] = replace(value, name=name, storage=storage, device=device)
-        outputs += [f"{index}.{name}" for name in graph.outputs]
-    joined = Graph(tuple(ops), values, tuple(outputs))
-    verify(joined)
-    return joined
 
 
 @given(joint_graphs(), st.integers(20, 100))

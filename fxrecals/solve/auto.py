@@ -31,7 +31,7 @@ BLOCKS = (16, 48)
 ONCE = (0.0, 0.1, 0.25)
 """Shares of the forward's bytes whose ops, the dearest for them, do not run again."""
 
-CHAINED = 6
+CHAINED = 5
 """At how many limits each chain is asked before a limit is given."""
 
 DESCENTS = 3
@@ -59,7 +59,7 @@ EFFORT = 40_000
 """Work that one descent may take on a graph of `LARGE` positions or fewer; on larger ones, where
 a toggle takes longer, so much less."""
 
-LARGE = 2_000
+LARGE = 1_200
 
 USUAL = 10.0
 """Seconds within which the usual effort comes to its end, on one core and ten thousand ops. Another
