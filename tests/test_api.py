@@ -224,7 +224,7 @@ def test_another_batch_size_is_planned_by_itself_within_the_limit() -> None:
         ({"limit": "50%", "solver": "magic"}, "solver='magic'"),
         ({"limit": "50%", "cost": "free"}, "cost='free'"),
         ({"limit": "50%", "peak": "gradients"}, "peak='gradients'"),
-        ({"limit": {"cuda:0": "1GB"}}, "on cpu"),
+        ({"limit": {"cuda:0": "1GB"}}, '{"cpu": "4GB"}'),
     ],
 )
 def test_bad_options_name_the_argument_and_what_came(change: dict[str, Any], words: str) -> None:
