@@ -221,7 +221,7 @@ class _Liveness:
     Attributes:
         program: the columns, and what they mean for each other.
         runs: the op and the stage of each column that stands for a recompute.
-        points: for each run that may take place, the bytes that exist during it, by column.
+        points: for each run that may take place and each load, the bytes that exist, by column.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -233,13 +233,13 @@ class _Liveness:
         # and whether an op has run again before.
         self._alive: dict[int, int] = {}
         self._renewed: dict[int, int] = {}
-        # Of these the caller holds the first copy; only later copies live and die.
+        # Of these the caller holds the first copy, and only later ones live and die.
         self._held = frozenset(
             storage
             for storage, positions in problem.held.items()
             if problem.maker[storage] == positions[0] < problem.forward_count
         )
-        self._held_bytes = sum(problem.nbytes[storage] for storage in self._held)
+        self._first = sorted(self._held)  # those whose first copy exists at this moment
         self._sweep_backward()
         self._sweep_forward()
 
@@ -271,14 +271,12 @@ class _Liveness:
         """Passes the runs of the forward, from the last to the first."""
         problem = self._problem
         self._renewed.clear()
-        for storage in self._held:
-            self._alive.pop(storage, None)
         for position in reversed(range(problem.forward_count)):
             for storage in problem.looks.get(position, ()):
                 self._read(storage, ONE)
             makes = problem.makes[position]
             self._run(position, ONE, problem.reads[position], sorted({*makes} - self._held))
-            self._held_bytes -= sum(problem.nbytes[s] for s in makes if s in self._held)
+            self._first = [storage for storage in self._first if storage not in makes]
 
     def _run_again(self, op: int, stage: int) -> None:
         """Passes the recompute of `op` at `stage`, if it can be of use."""
@@ -301,22 +299,23 @@ class _Liveness:
 
     def _run(self, op: int, column: int, reads: Sequence[int], makes: Sequence[int]) -> None:
         """Passes a run, which takes place where `column` is 1."""
-        nbytes = self._problem.nbytes
         for storage in reads:
             self._read(storage, column)
-        point = Counter({ONE: self._held_bytes})
-        point[column] += self._problem.ops[op].scratch_bytes
-        for storage, alive in self._alive.items():
-            if storage not in makes:
-                point[alive] += nbytes[storage]
+        exist = [(ONE, storage) for storage in self._first]
+        exist += [(alive, s) for s, alive in self._alive.items() if s not in makes]
         for storage in makes:
             alive = self._alive.pop(storage, ZERO)
             made = ZERO if storage == self._problem.rng[op] else column  # a state only on demand
-            point[self.program.either(alive, made)] += nbytes[storage]
+            exist.append((self.program.either(alive, made), storage))
             before = self.program.without(alive, column)
             if before != ZERO:
                 self._alive[storage] = before
-        self.points.append(point)
+        for load in self._problem.loads:
+            point = Counter({ONE: load.offset})
+            point[column] += load.scratch[op]
+            for present, storage in exist:
+                point[present] += load.nbytes[storage]
+            self.points.append(point)
 
     def _read(self, storage: int, column: int) -> None:
         """Passes a read, which takes place where `column` is 1."""
