@@ -28,6 +28,7 @@ from fxrecals.errors import InfeasibleLimitError, OptionError
 from fxrecals.halves import compilers, split
 from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes
 from fxrecals.planning import named_cost, named_peak, solve_within
+from fxrecals.plans import Plan
 from fxrecals.reading import read as read_joint
 from fxrecals.schedule import Schedule
 from fxrecals.solve import SOLVERS
@@ -41,7 +42,7 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class Planner(Protocol):
-    """Decides: from a graph and a limit to a schedule, or to something that has one."""
+    """Decides: from a graph and a limit to a schedule, or to a plan that has one."""
 
     def __call__(
         self, graph: Graph, limit: Any, *, solver: str, peak: Peak, allowance_bytes: int | None
@@ -210,11 +211,6 @@ class Ledger:
         return sum(held.saved_bytes for held in self._held) + self._gradient_bytes
 
     @property
-    def left_bytes(self) -> float:
-        """Bytes of the limit that no graph holds; infinite while it is not known in bytes."""
-        return float("inf") if self._limit_bytes is None else self._limit_bytes - self.alive_bytes
-
-    @property
     def is_empty(self) -> bool:
         """Whether no graph waits for its backward: a step begins."""
         return not self._waiting
@@ -233,7 +229,7 @@ class Ledger:
             return None
         if self.is_empty or self._limit_bytes is None:
             self._limit_bytes = limit.resolve(baseline_bytes)
-        return None if self.is_empty else max(0, int(self.left_bytes))
+        return None if self.is_empty else max(0, self._limit_bytes - self.alive_bytes)
 
     def over_bytes(self, gradient_bytes: int) -> float:
         """By how much backwards that wait miss the limit, at most, once a graph has joined them
@@ -343,30 +339,34 @@ class Backend:
             )
             return self._ask(graph, limit, floor)
 
-    def held(self, graph: Graph, schedule: Schedule) -> Held:
+    def held(self, graph: Graph, planned: Any) -> Held:
         """What a planned graph holds in a step. Warns where graphs before it have no room for it.
 
         Args:
             graph: the graph.
-            schedule: the schedule that it is going to run.
+            planned: what the planner returned for it. A schedule without a limit of its own is
+                part of a whole, and has room for what else is.
         """
-        peak = self.settings.peak
-        found = simulate(bounded_graph(graph, peak), schedule)
+        peak, limit = self.settings.peak, self.settings.limit
         gradients = gradient_bytes(graph) if peak is Peak.STEP else 0
         over = self.ledger.over_bytes(gradients)
-        if gradients and over > 0:
+        if over > 0:
             self._warn(
                 graph,
                 f"makes {format_bytes(gradients)} of gradients, which the graphs before it were "
-                f"planned without: the backward of one of them goes {format_bytes(int(over))} "
-                f"over limit={self.settings.limit}",
+                f"planned without: the backward of one of them may go {format_bytes(int(over))} "
+                f"over limit={limit}",
             )
+        found = simulate(bounded_graph(graph, peak), getattr(planned, "schedule", planned))
+        if not isinstance(planned, Plan) or not isinstance(limit, Limit):
+            return Held(found.saved_bytes, gradients)
         live = (
             step.live_bytes
             for step in found.steps[found.forward_runs :]
             if Trait.CALLER not in graph.op(step.op).traits
         )
-        return Held(found.saved_bytes, gradients, self.ledger.left_bytes - max(live, default=0))
+        room = (planned.limit_bytes or 0) - max(live, default=0)
+        return Held(found.saved_bytes, gradients, room)
 
     def read(self, joint: fx.GraphModule, num_fwd_outputs: int, parameters: Sequence[int]) -> Graph:
         """A joint graph from AOTAutograd, as planning sees it.
@@ -482,7 +482,7 @@ class _Compilation:
             raise
         self.owner.remember(planned)
         schedule: Schedule = getattr(planned, "schedule", planned)
-        self.held.append(self.owner.held(graph, schedule))
+        self.held.append(self.owner.held(graph, planned))
         self.digest = hashlib.sha256(f"{self.digest}{schedule.runs}".encode()).hexdigest()
         return split(
             joint,
