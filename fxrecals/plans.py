@@ -186,7 +186,13 @@ class Plan:
             )
 
         part = Schedule(own(self.schedule.forward), (*callers, *own(self.schedule.backward)))
-        return part if schedule.is_valid(graph, part) else None
+        return part if schedule.is_valid(graph, part) and self._has_sizes(prefix, graph) else None
+
+    def _has_sizes(self, prefix: str, graph: Graph) -> bool:
+        """Whether the activations of a part are as large as they were planned."""
+        planned = {name: value.nbytes for name, value in self.graph.values.items()}
+        made = (value for value in graph.values.values() if value.kind is Kind.ACTIVATION)
+        return all(planned.get(prefix + value.name) == value.nbytes for value in made)
 
     def __repr__(self) -> str:
         return report.text(self)

@@ -141,6 +141,17 @@ def test_another_batch_size_keeps_a_limit_on_the_step() -> None:
     assert step_memory(step_of(small, (x,)), model).peak <= plan.limit_bytes
 
 
+def test_a_larger_batch_is_not_run_by_the_plan_of_a_smaller_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+    x = torch.randn(256, 64)
+    plan = fxrecals.plan(model, x[:160], "100%")
+    assert plan.limit_bytes is not None
+    small = fxrecals.rewrite(model, x[:160], plan)
+    assert peak_bytes(step_of(small, (x[:160],)), model) <= plan.limit_bytes
+    assert peak_bytes(step_of(small, (x,)), model) <= plan.limit_bytes
+
+
 def test_a_plan_brings_its_peak_to_the_rewrite_and_no_other_is_taken() -> None:
     model, inputs = broken()
     with pytest.raises(fxrecals.OptionError, match='a plan that was made with peak="step"'):

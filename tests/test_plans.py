@@ -143,6 +143,13 @@ def test_a_graph_that_is_not_of_the_step_has_no_part() -> None:
     assert plan.part("g0.", replace(_graph(), ops=_graph().ops[1:])) is None
 
 
+def test_a_graph_of_other_sizes_is_not_of_the_step() -> None:
+    plan, other = _plan(_graph()), _graph()
+    values = {name: replace(value, nbytes=9) for name, value in other.values.items()}
+    assert plan.part("", other) is not None
+    assert plan.part("", replace(other, values=values)) is None
+
+
 def test_export_writes_what_the_plan_says_and_makes_the_folder(tmp_path: Path) -> None:
     plan = _plan(_graph())
     folder = plan.export(tmp_path / "a" / "b")
