@@ -46,8 +46,9 @@ ZERO, ONE = 0, 1
 MOST_RUNS = 10_000
 """Recomputes to choose from beyond which the program is not written: it would fill the memory."""
 
-BITS = 10
-"""Of the largest coefficient of a row: with much larger ones HiGHS may not come to an end."""
+LARGEST = 1000
+"""Coefficient up to which a row is in whole numbers. Other rows have 1 as their largest: with more,
+HiGHS's relative and absolute tolerances differ, and it may not come to an end."""
 
 WHOLE = 0.999
 """From where on a column counts as 1: HiGHS's tolerance of 1e-6 adds up along a chain of rows."""
@@ -179,8 +180,8 @@ class _Program:
         if sum(row.values()) <= room:
             return
         unit = math.gcd(*row.values()) or 1
-        largest = max(row.values(), default=0) // unit
-        scale = unit * 2 ** max(0, largest.bit_length() - BITS)
+        largest = max(row.values(), default=0)
+        scale = unit if largest <= LARGEST * unit else largest
         self.at_most({c: nbytes / scale for c, nbytes in row.items()}, room // unit * unit / scale)
 
     def imply(self, column: int, others: Iterable[int]) -> None:
@@ -362,9 +363,15 @@ def _minimise(program: _Program, costs: Mapping[int, float], seconds: float) -> 
     scale = 1000 / (max(costs.values(), default=0.0) or 1.0)  # HiGHS's tolerances are absolute
     solver.passModel(_model(program, {column: scale * cost for column, cost in costs.items()}))
     solver.resetGlobalScheduler(True)  # threads that someone else asked for are no error then
-    solver.run()
-    solver.resetGlobalScheduler(True)
     status, statuses = solver.getModelStatus(), highspy.HighsModelStatus
+    for presolve in ("choose", "off"):  # presolve may make a solution of a near miss, and fail
+        solver.clearSolver()
+        solver.setOptionValue("presolve", presolve)
+        solver.run()
+        status = solver.getModelStatus()
+        if status != statuses.kSolveError:
+            break
+    solver.resetGlobalScheduler(True)
     if status == statuses.kInfeasible:
         return _Solution(None, math.inf, True)
     if status not in (statuses.kOptimal, statuses.kTimeLimit):
