@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxrecals import _torch
+from fxrecals import _torch, convolutions
 from fxrecals.cost import Call, Cost, OpCost
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
 
@@ -61,6 +61,7 @@ def read(
 
     Args:
         joint: placeholders are primals, then tangents; every node carries ``meta["val"]``.
+            Backwards of convolutions are split in it, in place: `fxrecals.convolutions`.
         num_fwd_outputs: how many of the outputs the forward returns.
         parameter_inputs: indices of the placeholders whose gradients are not charged
             (``static_lifetime_input_indices`` of a partition function).
@@ -73,6 +74,8 @@ def read(
         A graph that `ir.verify` accepts. Ops are named after their nodes; an output that a
         getitem takes is named after the getitem.
     """
+    if not stands_for:
+        convolutions.split(joint)
     program = _program(joint, num_fwd_outputs, stands_for)
     mutated = {*mutated_inputs, *_torch.updated_inputs(joint, num_fwd_outputs)}
     traits = _traits(program, _updated_storages(program, mutated))

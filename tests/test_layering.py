@@ -20,7 +20,16 @@ LAYERS = {
         {"timeline"},
         {"solve"},
     ),
-    "torch": ({"_torch"}, {"rng"}, {"cost"}, {"reading"}, {"capture"}, {"halves"}, {"engine"}),
+    "torch": (
+        {"_torch"},
+        {"rng"},
+        {"cost"},
+        {"convolutions"},
+        {"reading"},
+        {"capture"},
+        {"halves"},
+        {"engine"},
+    ),
     "view": ({"report", "plot"},),
     "top": (
         {"plans"},
