@@ -66,6 +66,8 @@ class InfeasibleLimitError(FxrecalsError):
         source: its source line, as ``file:line``, or "".
         device: the device that the limit is for, or "" where one limit holds for all.
         peak: what the limit bounds: "activations", or "step" where gradients count too.
+        lowest_bytes: proved: no schedule of the ops in their order stays below it; 0 where nothing
+            is proved.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class InfeasibleLimitError(FxrecalsError):
         source: str = "",
         device: str = "",
         peak: str = "activations",
+        lowest_bytes: int = 0,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.floor_bytes = floor_bytes
@@ -85,12 +88,15 @@ class InfeasibleLimitError(FxrecalsError):
         self.source = source
         self.device = device
         self.peak = peak
+        self.lowest_bytes = lowest_bytes
         super().__init__(_infeasible(self))
 
     def bounding(self, peak: str) -> InfeasibleLimitError:
         """The same error, of a limit on `peak`."""
         where = self.op, self.module, self.source, self.device
-        return InfeasibleLimitError(self.limit_bytes, self.floor_bytes, *where, peak=peak)
+        return InfeasibleLimitError(
+            self.limit_bytes, self.floor_bytes, *where, peak=peak, lowest_bytes=self.lowest_bytes
+        )
 
 
 class CaptureError(FxrecalsError):
@@ -118,8 +124,16 @@ def _infeasible(error: InfeasibleLimitError) -> str:
     option = "" if error.peak == "activations" else f', peak="{error.peak}"'
     return (
         f"limit {limit}{bounded}{on_device} is below the floor of {floor}{_set_by(error)}; "
-        f"the smallest limit that works is {floor} (limit={pasted}{option})"
+        f"{_proved(error)}the smallest limit that works is {floor} (limit={pasted}{option})"
     )
+
+
+def _proved(error: InfeasibleLimitError) -> str:
+    if not error.lowest_bytes:
+        return ""
+    if error.lowest_bytes >= error.floor_bytes:
+        return "no schedule gets by with less; "
+    return f"no schedule gets by with less than {format_bytes(error.lowest_bytes)}; "
 
 
 def _set_by(error: InfeasibleLimitError) -> str:

@@ -73,6 +73,7 @@ def plan_graph(
         peak,
         min(bound, point.seconds),
         tuple(sorted((limits or {}).items())),
+        frontier.lowest_peak,
     )
 
 

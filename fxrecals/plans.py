@@ -66,6 +66,7 @@ class Plan:
             limit was given, within the peak of this plan.
         device_limits: the limit of each device in bytes, where each has one; `limit_bytes` is
             then the largest of them.
+        lowest_bytes: proved: no schedule of the ops in their order stays below it.
     """
 
     graph: Graph
@@ -78,6 +79,7 @@ class Plan:
     peak: Peak = Peak.ACTIVATIONS
     bound_seconds: float = 0.0
     device_limits: tuple[tuple[str, int], ...] = ()
+    lowest_bytes: int = 0
     exporter: Exporter | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -207,6 +209,7 @@ class Plan:
             "peak": self.peak.value,
             "bound_seconds": self.bound_seconds,
             "device_limits": self.device_limits,
+            "lowest_bytes": self.lowest_bytes,
             "notes": self.notes,
             "choices": [asdict(choice) for choice in self.choices],
             "schedule": asdict(self.schedule),
@@ -275,6 +278,7 @@ def _read_plan(data: Mapping[str, Any]) -> Plan:
         peak=Peak(data.get("peak", Peak.ACTIVATIONS)),
         bound_seconds=data.get("bound_seconds", 0.0),
         device_limits=tuple((device, limit) for device, limit in data.get("device_limits", ())),
+        lowest_bytes=data.get("lowest_bytes", 0),
     )
 
 

@@ -491,6 +491,7 @@ def _peaks(plan: Plan) -> str:
         *_peak_rows(plan),
         _both("kept for the backward", before.saved_bytes, after.saved_bytes, ""),
         ("floor: lowest limit found", "", format_bytes(plan.floor_bytes), ""),
+        ("no schedule stays below", "", format_bytes(plan.lowest_bytes), ""),
         (
             "time of a step, estimated",
             format_seconds(seconds),

@@ -172,6 +172,7 @@ def test_a_plan_says_what_scripts_rely_on() -> None:
     plan = fxrecals.plan(model, inputs, "50%")
     assert plan.limit_bytes is not None
     assert plan.limit_bytes == plan.baseline_peak_bytes // 2
+    assert 0 < plan.lowest_bytes <= plan.floor_bytes
     assert plan.floor_bytes <= plan.peak_bytes <= plan.limit_bytes < plan.step_peak_bytes
     assert 0 < plan.saved_bytes <= plan.peak_bytes
     assert plan.extra_seconds > 0

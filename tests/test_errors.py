@@ -95,6 +95,18 @@ def test_what_is_not_known_of_the_floor_is_left_out() -> None:
     assert "set by" not in str(InfeasibleLimitError(1, 2))
 
 
+def test_what_is_proved_of_the_floor_is_said() -> None:
+    def proved(lowest: int) -> str:
+        message = str(InfeasibleLimitError(1, 200, device="cpu", lowest_bytes=lowest))
+        return message.split("; ")[1]
+
+    assert proved(150) == "no schedule gets by with less than 150 B"
+    assert proved(200) == "no schedule gets by with less"
+    assert proved(0).startswith("the smallest limit that works")
+    error = InfeasibleLimitError(1, 200, lowest_bytes=150).bounding("step")
+    assert error.lowest_bytes == 150
+
+
 def test_a_limit_by_device_is_pasted_by_device() -> None:
     message = str(InfeasibleLimitError(1, 2, device="cuda:0"))
     assert message.startswith("limit 1 B on cuda:0 is below")

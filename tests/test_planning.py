@@ -148,7 +148,9 @@ def test_the_device_that_has_no_room_is_named() -> None:
     assert caught.value.device == TWO[1]
     assert caught.value.limit_bytes == 12
     floor = caught.value.floor_bytes
-    plan_graph(graph, parse_limit({TWO[0]: 1000, TWO[1]: floor}))
+    plan = plan_graph(graph, parse_limit({TWO[0]: 1000, TWO[1]: floor}))
+    assert 0 < caught.value.lowest_bytes <= floor
+    assert caught.value.lowest_bytes <= plan.lowest_bytes
 
 
 def test_a_device_without_a_limit_is_an_error() -> None:

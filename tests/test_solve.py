@@ -94,6 +94,7 @@ def test_never_over_the_limit_or_a_floor_that_works(graph: Graph, percent: int) 
     try:
         made = auto(graph, limit)
     except InfeasibleLimitError as error:
+        assert error.lowest_bytes <= error.floor_bytes
         limit = error.floor_bytes
         made = auto(graph, limit)
     scheduling.verify(graph, made)

@@ -31,7 +31,7 @@ BLOCKS = (16, 48)
 ONCE = (0.0, 0.1, 0.25)
 """Shares of the forward's bytes whose ops, the dearest for them, do not run again."""
 
-CHAINED = 5
+CHAINED = 3
 """At how many limits each chain is asked before a limit is given."""
 
 DESCENTS = 3
@@ -347,4 +347,5 @@ def infeasible(frontier: Frontier, limit: int) -> InfeasibleLimitError:
         module=op.where.module,
         source=op.where.source,
         device=load.device,
+        lowest_bytes=max(0, frontier.relaxations[row].lowest_peak - load.offset),
     )
