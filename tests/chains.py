@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from math import comb, inf
 
-from fxrecals.ir import Graph, Kind, Op, Phase, Value, verify
+from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, verify
 
 TWO: tuple[str, ...] = ("cuda:0", "cuda:1")
 """Devices."""
@@ -46,6 +46,38 @@ def chain(
         ops.append(Op(f"b{k}", "b", inputs, (f"d{k}",), Phase.BACKWARD, seconds=2.0))
         above = f"d{k}"
     graph = Graph(tuple(ops), values, (above,))
+    verify(graph)
+    return graph
+
+
+def mlp(layers: int) -> Graph:
+    """Linear layers with tanh between them and a loss, each value of 10 bytes: the peaks lie in the
+    loss and in the backward of each linear layer, with room in between."""
+    values = {"x": Value("x", 0, "x", Kind.PRIMAL)}
+    ops: list[Op] = []
+
+    def add(name: str, *inputs: str, seconds: float, kind: Kind | None = None, scratch: int = 0):
+        phase = Phase.FORWARD if kind is Kind.ACTIVATION else Phase.BACKWARD
+        traits = frozenset({Trait.CALLER}) if kind is Kind.TANGENT else frozenset[Trait]()
+        if kind:
+            values[name] = Value(name, 10, name, kind)
+        made = (name,) if kind else ()
+        ops.append(Op(name, "f", inputs, made, phase, seconds, 0, scratch, traits))
+
+    for k in range(layers):
+        add(f"mm{k}", f"tanh{k - 1}" if k else "x", seconds=3, kind=Kind.ACTIVATION)
+        add(f"tanh{k}", f"mm{k}", seconds=2, kind=Kind.ACTIVATION)
+    add("loss", f"tanh{layers - 1}", seconds=0, kind=Kind.TANGENT, scratch=30)
+    above = "loss"
+    for k in reversed(range(layers)):
+        add(f"slope{k}", f"tanh{k}", above, seconds=2, kind=Kind.BACKWARD)
+        above = f"slope{k}"
+        if k:
+            add(f"input{k}", f"slope{k}", seconds=3, kind=Kind.BACKWARD)
+            above = f"input{k}"
+        add(f"weight{k}", f"tanh{k - 1}" if k else "x", f"slope{k}", seconds=3)
+        add(f"bias{k}", f"slope{k}", seconds=1)
+    graph = Graph(tuple(ops), values, (f"tanh{layers - 1}", "loss"))
     verify(graph)
     return graph
 

@@ -46,6 +46,13 @@ LOWERED = 4
 IMPROVED = 12
 """How many of its best states a search improves, if effort is left after those before."""
 
+VARIED = 0.25
+"""Share of the effort for a search that takes back recomputes at random."""
+
+TIGHTER = (0.95, 0.9)
+"""Shares of the limit at which a search looks too, on a graph so small that half its effort is
+left: what a tighter limit needs is at times a better start."""
+
 NEAR = 0.001
 """A local search ends where the extra time is within this part of a step from the lower bound."""
 
@@ -108,6 +115,13 @@ class Clock:
     def goes_on(self) -> bool:
         """Whether there is time left."""
         return self.left > 0.0
+
+
+@dataclass
+class Budget:
+    """How much work is left for local search."""
+
+    left: int
 
 
 @dataclass(frozen=True)
@@ -236,27 +250,48 @@ class Frontier:
         if self.baseline_bytes <= limit:
             yield Point.of(self.kept)
             return
+        best: Point | None = None
+        enough = self.bound_seconds(limit) + NEAR * self.problem.graph.seconds
+        budget = Budget(effort)
+        for share in (1.0, *TIGHTER):
+            if share < 1.0 and (budget.left < effort // 2 or not self.clock.goes_on()):
+                break
+            for found in self._found(int(share * limit), enough, budget):
+                point = found if share == 1.0 else self._spent(self.kept.at(found.runs), limit)
+                if best is None or point.seconds < best.seconds:
+                    best = point
+                    yield best
+            if best is None or best.seconds <= enough:
+                break
+        if best is not None and self.seeks_optimum:
+            yield from self._optimum(limit, best.seconds)
+
+    def _found(self, limit: int, enough: float, budget: Budget) -> Iterator[Point]:
+        """Ever cheaper points within `limit` bytes, by local search from several starts, until
+        there is one of `enough` seconds or less."""
         found: list[Point] = []
         for point in self._starts(limit):
             if not found or point.seconds < found[0].seconds:
                 yield point
             if all(point.seconds != other.seconds for other in found):
                 found = sorted([*found, point], key=lambda p: p.seconds)[:IMPROVED]
-        best = found[0].seconds if found else inf
-        near = self.bound_seconds(limit) + NEAR * self.problem.graph.seconds
+        best = found[0] if found else None
+        at_random = int(VARIED * budget.left)
         for point in found:
-            if best <= near:
+            if best is None or best.seconds <= enough or budget.left <= 0:
                 break
             state = self.kept.at(point.runs)
-            refine.improve(state, limit, effort=effort, go_on=self.clock.goes_on)
-            effort -= state.work
-            if state.seconds < best:
-                best = state.seconds
+            refine.improve(state, limit, effort=budget.left, go_on=self.clock.goes_on)
+            budget.left -= state.work
+            if state.seconds < best.seconds:
+                best = Point.of(state)
+                yield best
+        if best is not None and best.seconds > enough:
+            state = self.kept.at(best.runs)
+            refine.vary(state, limit, effort=at_random, go_on=self.clock.goes_on)
+            budget.left -= state.work
+            if state.seconds < best.seconds:
                 yield Point.of(state)
-            if effort <= 0:
-                break
-        if self.seeks_optimum:
-            yield from self._optimum(limit, best)
 
     def _optimum(self, limit: int, best: float) -> Iterator[Point]:
         answer = exact.search(self.problem, limit, seconds=self.clock.left)

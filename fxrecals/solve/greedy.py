@@ -7,10 +7,11 @@ extra time is least. (Retention intervals, as in MOCCASIN; here without a bound 
 *Method.* Start with everything kept. While some position is over the limit, look at the values
 that merely pass through the highest one, and evict that which relieves most excess per second:
 make it again just before its next use, together with whatever of its ancestors is not alive
-there. Every move is played on the exact incremental timeline and taken back if it does not lower
-the excess. A value made again is a value like any other: it may be evicted and made again once
-more, which is what reaches the low floors. What the limit leaves free afterwards is spent on
-undoing recomputes, the most expensive first.
+there. Where there is no room for that, they live on instead, or the value is made some stages
+earlier, where there is most room. Every move is played on the exact incremental timeline and taken
+back if it does not lower the excess. A value made again is a value like any other: it may be
+evicted and made again once more, which is what reaches the low floors. What the limit leaves free
+afterwards is spent on undoing recomputes, the most expensive first.
 
 *Why not a knapsack over the saved set?* Because the peak is not there: values recomputed all at
 once are alive all at once (PyTorch's budget partitioner peaks *higher* at low budgets for it).
@@ -23,6 +24,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +60,23 @@ class Eviction(NamedTuple):
     before: int
 
 
+@dataclass(frozen=True)
+class Noise:
+    """What makes one search differ from another.
+
+    Attributes:
+        draw: the source of chance.
+        spread: by what factor prices go up or down, at most.
+    """
+
+    draw: Random
+    spread: float
+
+    def factor(self) -> float:
+        """What to multiply a price with."""
+        return self.spread ** self.draw.uniform(-1, 1)
+
+
 def lower(
     state: State,
     limit: int,
@@ -64,11 +84,13 @@ def lower(
     effort: int,
     dearest: float = float("inf"),
     forbidden: Iterable[Eviction] = (),
+    noise: Noise | None = None,
 ) -> bool:
     """Adds recomputes to `state` until it fits `limit` bytes; says whether it does.
 
     Gives up after `effort` of work, when no move is left but `forbidden` ones, or when the extra
-    time exceeds `dearest` seconds. `state` is then left as low as this could bring it.
+    time exceeds `dearest` seconds. `state` is then left as low as this could bring it. With
+    `noise`, prices vary, and values are also made again at any stage that has room.
     """
     dead = set(forbidden)
     last = state.work + effort
@@ -77,7 +99,7 @@ def lower(
         peak = int(total.argmax())
         if total[peak] <= limit:
             return True
-        if not _relieve(state, peak, limit, dead, last):
+        if not _relieve(state, peak, limit, dead, last, noise):
             return False
     return state.peak_bytes <= limit
 
@@ -100,13 +122,21 @@ def descend(state: State, *, effort: int, dearest: float) -> Iterator[Snapshot]:
             shrink /= 2
 
 
-def _relieve(state: State, position: int, limit: int, dead: set[Eviction], last: int) -> bool:
+def _relieve(
+    state: State, position: int, limit: int, dead: set[Eviction], last: int, noise: Noise | None
+) -> bool:
     """Evicts until `position` fits or `last` work is done; says whether anything was gained."""
     over = np.concatenate(([0], np.cumsum(state.total > limit)))
-    queue = [
-        (_price(state, eviction, over), eviction)
+    found = [
+        eviction
         for eviction in evictions(state, position)
         if eviction not in dead and _weighs(state, eviction.storage, position, limit)
+    ]
+    if noise is not None:
+        found += _elsewhere(state, found, position, limit, noise)
+    queue = [
+        (_price(state, eviction, over) * (noise.factor() if noise else 1.0), eviction)
+        for eviction in found
     ]
     state.work += len(queue) // PRICED
     heapq.heapify(queue)
@@ -118,11 +148,51 @@ def _relieve(state: State, position: int, limit: int, dead: set[Eviction], last:
         now = _price(state, eviction, over)
         if queue and now > max(price, 1.1 * queue[0][0]):
             heapq.heappush(queue, (now, eviction))  # dearer than when it was queued
-        elif _try(state, recompute_for(state, eviction), limit):
+        elif _cut(state, eviction, limit):
             gained = True
         else:
             dead.add(eviction)
+            earlier = _earlier(state, eviction, position)
+            if earlier is not None and earlier not in dead:
+                heapq.heappush(queue, (_price(state, earlier, over), earlier))
     return gained
+
+
+def _cut(state: State, eviction: Eviction, limit: int) -> bool:
+    """Evicts, if that lowers the excess: with all that its recompute needs made again too, or else
+    with what it reads living on until then."""
+    runs = recompute_for(state, eviction)
+    if _try(state, runs, limit):
+        return True
+    own = (state.problem.maker[eviction.storage], eviction.before)
+    return len(runs) > 1 and _try(state, [own], limit)
+
+
+def _earlier(state: State, eviction: Eviction, position: int) -> Eviction | None:
+    """The same, but made again where there is most room after `position`."""
+    between = state.total[position + 1 : eviction.before]
+    if not len(between):
+        return None
+    return _made_at(state, eviction, position + 1 + int(between.argmin()))
+
+
+def _elsewhere(
+    state: State, found: Iterable[Eviction], position: int, limit: int, noise: Noise
+) -> Iterator[Eviction]:
+    """The same, but made again at any stage after `position` that has room."""
+    total = state.total
+    for eviction in found:
+        most = limit - state.problem.nbytes[eviction.storage]
+        room = np.flatnonzero(total[position + 1 : eviction.before] <= most)
+        if len(room):
+            stage = position + 1 + int(noise.draw.choice(room))
+            if moved := _made_at(state, eviction, stage):
+                yield moved
+
+
+def _made_at(state: State, eviction: Eviction, stage: int) -> Eviction | None:
+    able = state.problem.may_run_at(state.problem.maker[eviction.storage], stage)
+    return eviction._replace(before=stage) if able else None
 
 
 def _weighs(state: State, storage: int, position: int, limit: int) -> bool:
@@ -169,11 +239,15 @@ def _drop_followers(state: State, runs: list[Run], limit: int) -> None:
 def evictions(state: State, position: int) -> Iterator[Eviction]:
     """Everything that merely passes through `position` and could be made again after it."""
     for storage, start, end in state.passing(position):
-        if end == state.problem.end:
-            continue  # the caller holds it
         eviction = next_eviction(state, storage, position, start, end)
-        if eviction is not None:
+        if eviction is not None and not _is_held(state, eviction, start):
             yield eviction
+
+
+def _is_held(state: State, eviction: Eviction, start: int) -> bool:
+    """Whether the caller holds the copy that an eviction would free."""
+    held = state.problem.held.get(eviction.storage, ())
+    return any(start <= position < eviction.before for position in held)
 
 
 def next_eviction(
@@ -182,7 +256,7 @@ def next_eviction(
     """The stretch around `position` that could be cut out of the span from `start` to `end`."""
     reads = state.reads(storage)
     index = bisect_left(reads, position)
-    if index < len(reads) and reads[index] == position:
+    if index == len(reads) or reads[index] == position:
         return None
     after = max(start, reads[index - 1]) if index else start
     before = reads[index]

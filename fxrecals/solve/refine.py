@@ -1,13 +1,16 @@
 """Spending what a limit leaves free: recomputes taken back while the peak allows it.
 
-Which recompute to take back first is a knapsack with lifetimes; three orders are tried by
-`auto`, and none is best on every graph.
+Which recompute to take back first is a knapsack with lifetimes; several orders are tried, and none
+is best on every graph. Two local searches go on from there: `improve` rules out one recompute at a
+time, `vary` takes back a few at random (large neighbourhood search; Shaw 1998,
+https://doi.org/10.1007/3-540-49481-2_30).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,21 @@ REPLACING = 2_000
 
 WORTH_REPLACING = 0.002
 """A recompute that takes less than this part of the extra time is left alone."""
+
+FEW = 10
+"""How many recomputes are taken back at once, at most, to be replaced."""
+
+SPREADS = (1.2, 2.0, 4.0)
+"""By what factor prices go up or down then."""
+
+DEARER = (0.0, 0.0, 0.03, 0.1)
+"""By what part more extra time may be accepted on the way."""
+
+AWAY = 12
+"""After so many tries without a gain, the search starts from the cheapest set again."""
+
+TRIES = 20
+"""So many tries for each recompute, and none gained anything: then there is no more to gain."""
 
 Worth = Callable[[State, int, int], float]
 """How much it is worth to take the recompute of an op at a stage back; larger comes first."""
@@ -133,6 +151,57 @@ def _replace(state: State, op: int, stage: int, limit: int, last: int) -> bool:
             return True
     state.rewind(mark)
     return False
+
+
+def vary(
+    state: State,
+    limit: int,
+    *,
+    effort: int,
+    seed: int = 0,
+    go_on: Callable[[], bool] = always,
+) -> None:
+    """Local search: a few recomputes at random are taken back, and `greedy.lower` finds others,
+    with some chance in its prices. Dearer sets are accepted for a while, the cheapest remains.
+
+    Ends when many tries have gained nothing, after about `effort` of work, or when `go_on` says so.
+    One seed gives one result.
+    """
+    draw = Random(seed)
+    last = state.work + effort
+    best, failed = state.copy(), 0
+    while failed < TRIES * _count(best) and state.work < last and go_on():
+        mark, dearest = state.mark(), best.seconds * (1 + draw.choice(DEARER))
+        for op, stage in _some(state, draw):
+            if state.runs_at(op, stage):
+                take_back(state, op, stage)
+        noise = greedy.Noise(draw, draw.choice(SPREADS))
+        left = min(last - state.work, REPLACING)
+        fits = greedy.lower(state, limit, effort=left, dearest=dearest, noise=noise)
+        if fits:
+            spend(state, limit, draw.choice(WORTHS), effort=last - state.work)
+        if not fits or state.seconds > dearest:
+            state.rewind(mark)
+        failed += 1
+        if state.seconds < best.seconds * (1 - 1e-9):
+            best, failed = state.copy(), 0
+        elif failed % AWAY == 0:
+            state.restore(best.snapshot())
+    state.restore(best.snapshot())
+
+
+def _count(state: State) -> int:
+    """How many recomputes there are."""
+    return sum(map(len, state.runs.values()))
+
+
+def _some(state: State, draw: Random) -> list[tuple[int, int]]:
+    """A few recomputes at random: neighbours by stage, or any."""
+    runs = sorted((stage, op) for op, stages in state.runs.items() for stage in stages)
+    count = min(len(runs), draw.randint(1, FEW))
+    first = draw.randrange(len(runs) - count + 1)
+    some = runs[first : first + count] if draw.random() < 0.5 else draw.sample(runs, count)
+    return [(op, stage) for stage, op in some]
 
 
 def undo(state: State, op: int, stage: int, limit: int) -> bool:
