@@ -63,9 +63,11 @@ def plan(
         peak: of what: ``"activations"``, or ``"step"`` for the activations and the gradients of
             parameters together.
         cost: ``"roofline"``, ``"measured"``, or an object with `cost.Cost`'s method.
-        solver: ``"auto"``, or ``"exact"`` for the optimum of a small graph (`highspy`).
-        deadline: seconds that the solver may take. By default it does an amount of work that
-            takes some ten seconds for ten thousand ops, and gives the same plan on every machine.
+        solver: ``"auto"``, or ``"exact"`` for the optimum of a small graph (`highspy`). After two
+            minutes or the deadline it is the cheapest plan found, and a note says so.
+        deadline: about how many seconds the solver may take; tracing comes before. By default it
+            does an amount of work that takes some ten seconds for ten thousand ops, and gives the
+            same plan on every machine.
         on_progress: called with every better answer: its extra seconds, a proved lower bound on
             them, and the seconds that the solver has taken so far.
         device: where a model on ``meta`` would be trained.
@@ -87,6 +89,9 @@ def plan(
     which = named_peak(peak)
     read = None if limit is None else parse_limit(limit)
     priced = named_cost(cost, which)
+    within = checked_deadline(deadline)
+    if on_progress is not None and not callable(on_progress):
+        raise OptionError("on_progress", on_progress, "a function of three numbers")
     captured = capture(model, example, device=device)
     graph = step(captured, priced)
     notes = (*captured.breaks, *([] if model.training else [IN_EVAL]))
@@ -96,7 +101,7 @@ def plan(
         solver=solver,
         peak=which,
         notes=notes,
-        deadline=checked_deadline(deadline),
+        deadline=within,
         on_progress=on_progress,
     )
     return _with_export(made, captured)
@@ -137,6 +142,8 @@ def rewrite(
     >>> model[0].weight.grad is small[0].weight.grad
     True
     """
+    if limit is None:
+        raise OptionError("limit", limit, 'a limit, as in "4GB", or a plan')
     which, options = named_peak(peak), {"cost": cost, "solver": solver}
     made = limit if isinstance(limit, Plan) else plan(model, example, limit, peak=peak, **options)
     if which is Peak.STEP and made.peak is not which:

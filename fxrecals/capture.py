@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fxrecals import _torch
 from fxrecals.cost import Cost, generators_kept, is_there
-from fxrecals.errors import CaptureError
+from fxrecals.errors import CaptureError, OptionError
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value
 from fxrecals.reading import LOSS_TENSORS, Ports, caller, ports, read, with_loss_held
 
@@ -158,7 +158,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _meta_device(example: Any, device: str | torch.device | None) -> torch.device:
     """Where tensors on meta would be."""
     if device is not None:
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except RuntimeError:
+            raise OptionError("device", device, 'a device of torch, as in "cuda:0"') from None
     found = (tensor.device for tensor in _tensors(example))
     return next((d for d in found if d.type != "meta"), torch.device("cpu"))
 

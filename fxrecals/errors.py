@@ -66,6 +66,7 @@ class InfeasibleLimitError(FxrecalsError):
         source: its source line, as ``file:line``, or "".
         device: the device that the limit is for, or "" where one limit holds for all.
         peak: what the limit bounds: "activations", or "step" where gradients count too.
+        device_floors: where each device has a limit, limits that work together, as pairs.
         lowest_bytes: proved: no schedule of the ops in their order stays below it; 0 where nothing
             is proved.
     """
@@ -80,6 +81,7 @@ class InfeasibleLimitError(FxrecalsError):
         device: str = "",
         peak: str = "activations",
         lowest_bytes: int = 0,
+        device_floors: tuple[tuple[str, int], ...] = (),
     ) -> None:
         self.limit_bytes = limit_bytes
         self.floor_bytes = floor_bytes
@@ -89,14 +91,14 @@ class InfeasibleLimitError(FxrecalsError):
         self.device = device
         self.peak = peak
         self.lowest_bytes = lowest_bytes
+        self.device_floors = device_floors
         super().__init__(_infeasible(self))
 
     def bounding(self, peak: str) -> InfeasibleLimitError:
         """The same error, of a limit on `peak`."""
         where = self.op, self.module, self.source, self.device
-        return InfeasibleLimitError(
-            self.limit_bytes, self.floor_bytes, *where, peak=peak, lowest_bytes=self.lowest_bytes
-        )
+        rest = self.lowest_bytes, self.device_floors
+        return InfeasibleLimitError(self.limit_bytes, self.floor_bytes, *where, peak, *rest)
 
 
 class CaptureError(FxrecalsError):
@@ -120,11 +122,15 @@ def _infeasible(error: InfeasibleLimitError) -> str:
         limit, floor = f"{error.limit_bytes} bytes", f"{error.floor_bytes} bytes"
     bounded = "" if error.peak == "activations" else f" of the {error.peak} peak"
     on_device = f" on {error.device}" if error.device else ""
-    pasted = f"{{{error.device!r}: {error.floor_bytes}}}" if error.device else error.floor_bytes
+    floors = dict(error.device_floors) or {error.device: error.floor_bytes}
+    pasted = floors if error.device else error.floor_bytes
     option = "" if error.peak == "activations" else f', peak="{error.peak}"'
+    works = f"the smallest limit that works is {floor}"
+    if len(floors) > 1:
+        works = "limits that work together are those of the floor"
     return (
         f"limit {limit}{bounded}{on_device} is below the floor of {floor}{_set_by(error)}; "
-        f"{_proved(error)}the smallest limit that works is {floor} (limit={pasted}{option})"
+        f"{_proved(error)}{works} (limit={pasted}{option})"
     )
 
 

@@ -22,8 +22,16 @@ LimitLike = int | str | Mapping[str, int | str] | Limit | DeviceLimits
 SHARES = (90, 75, 60, 50, 40, 30, 25, 20, 15, 10)
 """Percent of the unplanned peak for which a plan without a limit prints the extra time."""
 
+LONGEST = 1e6
+"""Seconds that a deadline may be away."""
+
 MARGIN = 0.9
 """Share of the free memory that ``limit="auto"`` uses; the rest is for fragments."""
+
+UNPROVED = "solver='exact' found no proof in time: this is the cheapest plan that was found"
+
+NEAR = 1e-6
+"""Part by which an optimum may differ from its bound."""
 
 MOMENTS = 2
 """Tensors of the size of the gradients that ``limit="auto"`` leaves for an optimizer's state."""
@@ -61,7 +69,12 @@ def plan_graph(
             point = solve(frontier, nbytes, on_progress)
         except InfeasibleLimitError as error:
             raise error.bounding(peak.value) from None
-    bound = frontier.bound_seconds(point.peak_bytes if nbytes is None else nbytes)
+    bound = min(
+        point.seconds,
+        frontier.bound_seconds(point.peak_bytes if nbytes is None else nbytes),
+    )
+    if solver == "exact" and bound < point.seconds * (1 - NEAR):
+        notes = (*notes, UNPROVED)
     return Plan(
         graph,
         problem.schedule(point.runs),
@@ -71,7 +84,7 @@ def plan_graph(
         solver,
         notes,
         peak,
-        min(bound, point.seconds),
+        bound,
         tuple(sorted((limits or {}).items())),
         frontier.lowest_peak,
     )
@@ -101,7 +114,10 @@ def checked_deadline(deadline: float | None) -> float | None:
     Raises:
         OptionError: it is no positive number of seconds.
     """
-    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+    if deadline is None:
+        return None
+    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if not (number and 0 < deadline <= LONGEST):
         raise OptionError("deadline", deadline, "a positive number of seconds, as in 30")
     return deadline
 

@@ -206,7 +206,7 @@ def _regions(plan: Plan) -> str:
         rest = _summed(groups[len(shown) :])
         rows.append(_region_row(f"and {len(groups) - len(shown)} more", "", rest))
     rows.append(_region_row("all", "", _summed(groups)))
-    headers = ("runs again in", "what", "regions", "ops", "times", "frees", "FLOP", "time")
+    headers = ("runs again in", "what", "regions", "runs", "times", "frees", "FLOP", "time")
     return _table(headers, rows, "llrrrrrr")
 
 
@@ -496,13 +496,14 @@ def _peaks(plan: Plan) -> str:
             "time of a step, estimated",
             format_seconds(seconds),
             format_seconds(seconds + plan.extra_seconds),
-            "",
+            _more_time(plan, plan.extra_seconds) if plan.regions else "",
         ),
     ]
     if plan.regions:
         bound = format_seconds(seconds + plan.bound_seconds)
-        rows.append(("no schedule within the limit takes less", "", bound, ""))
-    return _table(("", "no recompute", "planned", "planned peak at"), rows, "lrrl")
+        more = _more_time(plan, plan.bound_seconds)
+        rows.append(("no schedule within the limit takes less", "", bound, more))
+    return _table(("", "no recompute", "planned", ""), rows, "lrrl")
 
 
 def _peak_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -536,7 +537,7 @@ def _peak_at(plan: Plan) -> str:
     op = plan.graph.op(found.peak_at)
     half = {"forward": "forward", "backward": "backward", "again": "run again"}
     module = f" in {op.where.module}" if op.where.module else ""
-    return _start(f"{op.name}{module}, {half[_half(found, found.peak_index)]}", 50)
+    return _start(f"at {op.name}{module}, {half[_half(found, found.peak_index)]}", 50)
 
 
 def _choices(plan: Plan) -> str:

@@ -240,6 +240,9 @@ def test_another_batch_size_is_planned_by_itself_within_the_limit() -> None:
         ({"limit": "50%", "cost": "free"}, "cost='free'"),
         ({"limit": "50%", "peak": "gradients"}, "peak='gradients'"),
         ({"limit": {"cuda:0": "1GB"}}, '{"cpu": "4GB"}'),
+        ({"device": "bogus"}, "device='bogus'"),
+        ({"deadline": float("inf")}, "deadline=inf"),
+        ({"on_progress": 3}, "on_progress=3"),
     ],
 )
 def test_bad_options_name_the_argument_and_what_came(change: dict[str, Any], words: str) -> None:
@@ -248,6 +251,13 @@ def test_bad_options_name_the_argument_and_what_came(change: dict[str, Any], wor
         fxrecals.plan(model, inputs, **change)
     assert words in str(caught.value)
     assert "what works" in str(caught.value)
+
+
+def test_a_rewrite_needs_a_limit() -> None:
+    model, inputs = gpt()
+    limit: Any = None
+    with pytest.raises(fxrecals.OptionError, match="limit=None"):
+        fxrecals.rewrite(model, inputs, limit)
 
 
 def test_a_limit_under_the_floor_names_a_limit_that_works() -> None:

@@ -1,13 +1,15 @@
 """From a graph and a limit to a plan: which peak a limit bounds, and what "auto" leaves free."""
 
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fxrecals import cost, planning
-from fxrecals.errors import InfeasibleLimitError, OptionError
+from fxrecals.errors import FxrecalsError, InfeasibleLimitError, OptionError
 from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, gradient_bytes, verify
 from fxrecals.planning import checked_deadline, plan_graph
 from fxrecals.plans import Plan
@@ -148,6 +150,7 @@ def test_the_device_that_has_no_room_is_named() -> None:
     assert caught.value.device == TWO[1]
     assert caught.value.limit_bytes == 12
     floor = caught.value.floor_bytes
+    assert dict(caught.value.device_floors) == {TWO[0]: 1000, TWO[1]: floor}
     plan = plan_graph(graph, parse_limit({TWO[0]: 1000, TWO[1]: floor}))
     assert 0 < caught.value.lowest_bytes <= floor
     assert caught.value.lowest_bytes <= plan.lowest_bytes
@@ -159,7 +162,39 @@ def test_a_device_without_a_limit_is_an_error() -> None:
         plan_graph(graph, parse_limit({TWO[0]: 1000}))
 
 
-@pytest.mark.parametrize("deadline", [0, -1.0, "soon"])
+@given(joint_graphs(), st.integers(1, 100), st.integers(1, 100))
+def test_the_limits_that_an_error_names_work_together(
+    graph: Graph, first: int, second: int
+) -> None:
+    two = side_by_side([graph, chain(4)], TWO)
+    limits, message = {TWO[0]: first, TWO[1]: second}, ""
+    try:
+        plan_graph(two, parse_limit(limits))
+    except InfeasibleLimitError as error:
+        limits, message = dict(error.device_floors), str(error)
+    assert not message or f"limit={limits}" in message
+    for device, peak in plan_graph(two, parse_limit(limits)).bounded.device_peaks.items():
+        assert peak <= limits[device]
+
+
+def test_an_optimum_that_is_not_proved_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "NEAR", -1.0)  # as if the bound were far below
+    plan = plan_graph(chain(6), parse_limit("60%"), solver="exact")
+    assert plan.notes == (planning.UNPROVED,)
+
+
+def test_an_optimum_that_is_proved_needs_no_note() -> None:
+    plan = plan_graph(chain(6), parse_limit("60%"), solver="exact")
+    assert plan.notes == ()
+    assert plan.bound_seconds == plan.extra_seconds > 0
+
+
+def test_more_bytes_than_can_be_counted_are_an_error() -> None:
+    with pytest.raises(FxrecalsError, match=str(2**62)):
+        plan_graph(chain(4, nbytes=2**60), parse_limit("100%"))
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, "soon", True, inf, nan, 10**400])
 def test_a_deadline_is_a_positive_number(deadline: Any) -> None:
     with pytest.raises(OptionError, match="deadline"):
         checked_deadline(deadline)

@@ -68,6 +68,9 @@ a toggle takes longer, so much less."""
 
 LARGE = 1_200
 
+EXACTLY = 120.0
+"""Seconds after which the optimum is given up where no deadline says otherwise."""
+
 USUAL = 10.0
 """Seconds within which the usual effort comes to its end, on one core and ten thousand ops. Another
 deadline changes the effort in proportion."""
@@ -294,7 +297,7 @@ class Frontier:
                 yield Point.of(state)
 
     def _optimum(self, limit: int, best: float) -> Iterator[Point]:
-        answer = exact.search(self.problem, limit, seconds=self.clock.left)
+        answer = exact.search(self.problem, limit, seconds=min(self.clock.left, EXACTLY))
         self._bounds[limit] = max(self.bound_seconds(limit), answer.bound_seconds)
         if answer.runs is not None:
             point = Point.of(self.kept.at(answer.runs))
@@ -375,6 +378,8 @@ def infeasible(frontier: Frontier, limit: int) -> InfeasibleLimitError:
     floor = frontier.kept.at(frontier.floor.runs)
     row, position = divmod(int(floor.loads.argmax()), frontier.problem.end)
     load, op = frontier.problem.loads[row], frontier.problem.ops[position]
+    peaks = zip(frontier.problem.loads, floor.loads.max(axis=1).tolist(), strict=True)
+    floors = tuple((each.device, max(limit, peak) - each.offset) for each, peak in peaks)
     return InfeasibleLimitError(
         limit_bytes=limit - load.offset,
         floor_bytes=floor.peak_bytes - load.offset,
@@ -382,5 +387,6 @@ def infeasible(frontier: Frontier, limit: int) -> InfeasibleLimitError:
         module=op.where.module,
         source=op.where.source,
         device=load.device,
+        device_floors=floors if load.device else (),
         lowest_bytes=max(0, frontier.relaxations[row].lowest_peak - load.offset),
     )

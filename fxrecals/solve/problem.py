@@ -16,11 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fxrecals.errors import FxrecalsError
 from fxrecals.ir import Graph, Op, Phase, Trait, is_charged
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import scratch_device
 
 Ints = tuple[int, ...]
+
+
+MOST_BYTES = 2**62
+"""In all values and scratch of a graph: sums of more would not fit 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,8 @@ def make_problem(graph: Graph, limits: Mapping[str, int] | None = None) -> Probl
     for k, read in enumerate(reads):
         for s in read:
             readers[s].append(k)
+    if sum(nbytes) + sum(op.scratch_bytes for op in positions) >= MOST_BYTES:
+        raise FxrecalsError(f"the values of the graph have {MOST_BYTES} bytes or more")
     return Problem(
         graph=graph,
         ops=tuple(positions),
