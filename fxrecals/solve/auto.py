@@ -46,7 +46,7 @@ LOWERED = 4
 IMPROVED = 12
 """How many of its best states a search improves, if effort is left after those before."""
 
-VARIED = 0.25
+VARIED = 0.4
 """Share of the effort for a search that takes back recomputes at random."""
 
 TIGHTER = (0.95, 0.9)
@@ -62,7 +62,7 @@ SMALL = 100
 DEAREST = 4.0
 """Extra time, in steps, beyond which no lower floor is sought: nobody trains that slowly."""
 
-EFFORT = 40_000
+EFFORT = 26_000
 """Work that one descent may take on a graph of `LARGE` positions or fewer; on larger ones, where
 a toggle takes longer, so much less."""
 
@@ -257,7 +257,7 @@ class Frontier:
         enough = self.bound_seconds(limit) + NEAR * self.problem.graph.seconds
         budget = Budget(effort)
         for share in (1.0, *TIGHTER):
-            if share < 1.0 and (budget.left < effort // 2 or not self.clock.goes_on()):
+            if share < 1.0 and not (self._is_quick and budget.left >= effort // 2):
                 break
             for found in self._found(int(share * limit), enough, budget):
                 point = found if share == 1.0 else self._spent(self.kept.at(found.runs), limit)
@@ -268,6 +268,11 @@ class Frontier:
                 break
         if best is not None and self.seeks_optimum:
             yield from self._optimum(limit, best.seconds)
+
+    @property
+    def _is_quick(self) -> bool:
+        """Whether there is time for other limits too."""
+        return self.problem.end <= LARGE and self.clock.goes_on()
 
     def _found(self, limit: int, enough: float, budget: Budget) -> Iterator[Point]:
         """Ever cheaper points within `limit` bytes, by local search from several starts, until
