@@ -69,7 +69,7 @@ def step_memory(step: Callable[[], Any], model: nn.Module, warmup: int = 2) -> S
     for _ in range(warmup):
         step()
     clear(model)
-    if next(model.parameters()).is_cuda:
+    if any(parameter.is_cuda for parameter in model.parameters()):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()

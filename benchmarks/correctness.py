@@ -1,0 +1,234 @@
+"""Right or refused: two steps of many models under limits, against plain eager, beside others.
+
+    python -m benchmarks.correctness                 the cases of `tests.cases`
+    python -m benchmarks.correctness --zoo zoo.py    and the models of a file with ZOO and build
+    python -m benchmarks.correctness dropout two_halves
+
+For each model, and limits of 100 % and 50 % of the unplanned peak and the floor: whether two steps
+from one seed leave outputs, gradients, buffers and generator as plain eager does, and whether the
+measured activation peak is within the limit. Beside it what `torch.utils.checkpoint` around the
+whole model and PyTorch's `activation_memory_budget` leave.
+
+    same      eager's bits, within the limit
+    traced    the bits of torch.compile(backend="aot_eager"), which are not eager's here
+    close     within 1e-5 of eager (relative to the largest value)
+    WRONG     neither
+    OVER      more bytes than the limit, in percent
+    floor     the limit is under the floor, and refused before anything has run
+
+Each model runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch._functorch import config
+from torch.utils.checkpoint import checkpoint
+
+import fxrecals
+from benchmarks import measure
+
+Made = tuple[nn.Module, Any, Callable[[Any], Tensor]]
+
+HEADS = ("model", "100 %", "50 %", "floor", "checkpoint", "budget 0.5", "budget 0.0")
+
+CLOSE = 1e-5
+"""Of the largest value: what rounding in another order may do."""
+
+SECONDS = 900
+"""That one model may take."""
+
+
+class Trial:
+    """A model, built anew for every way to train it."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self.make = make
+        self.eager = self.run(lambda model, inputs: model)
+        self.compiled: measure.Record | None = None
+
+    def run(self, way: Callable[[nn.Module, Any], Callable[..., Any]]) -> measure.Record:
+        """Two steps of what `way` makes of the model."""
+        torch._dynamo.reset()
+        model, inputs, loss = self.make()
+        return measure.record(way(model, inputs), model, inputs, loss)
+
+    def verdict(self, way: Callable[[nn.Module, Any], Callable[..., Any]]) -> str:
+        """What two steps leave, in a word."""
+        try:
+            found = self.run(way)
+        except Exception as error:  # a row of the table, whatever it is
+            return type(error).__name__
+        if not measure.compare(self.eager, found):
+            return "same"
+        if self.compiled is None:
+            self.compiled = self.run(lambda m, x: torch.compile(m, backend="aot_eager"))
+        if not measure.compare(self.compiled, found):
+            return "traced"
+        wrong = far_off(self.eager, found)
+        return "close" if not wrong else f"WRONG ({wrong} differ)"
+
+    def within(self, limit: str) -> str:
+        """What fxrecals leaves under a limit."""
+        try:
+            torch._dynamo.reset()
+            model, inputs, _ = self.make()
+            plan = fxrecals.plan(model, inputs, "100%" if limit == "floor" else limit)
+            if limit == "floor":
+                plan = fxrecals.plan(model, inputs, plan.floor_bytes)
+        except fxrecals.InfeasibleLimitError:
+            return "floor"
+        except fxrecals.FxrecalsError as error:
+            return f"refused: {type(error).__name__}"
+        word = self.verdict(lambda model, inputs: fxrecals.rewrite(model, inputs, plan))
+        over = self.over(plan)
+        return word if over <= 0 else f"{word}, OVER {100 * over:.0f} %"
+
+    def over(self, plan: fxrecals.Plan) -> float:
+        """By what part of the limit the measured peak of activations is above it."""
+        torch._dynamo.reset()
+        model, inputs, loss = self.make()
+        small = fxrecals.rewrite(model, inputs, plan)
+        taken = measure.step_memory(stepped(small, model, inputs, loss), model)
+        limit = plan.limit_bytes or plan.peak_bytes
+        return taken.activations / limit - 1
+
+
+def stepped(
+    call: Callable[..., Any], model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor]
+) -> Callable[[], Any]:
+    """A step that holds the model's outputs to its end, as training loops do."""
+
+    def run() -> Any:
+        measure.clear(model)
+        out = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
+        loss(out).backward()
+        return out
+
+    return run
+
+
+def far_off(reference: measure.Record, found: measure.Record) -> int:
+    """How many tensors differ by more than rounding in another order can do."""
+    if len(reference.outputs) != len(found.outputs):
+        return abs(len(reference.outputs) - len(found.outputs))
+    pairs: list[tuple[Tensor | None, Tensor | None]] = [
+        *zip(reference.outputs, found.outputs, strict=True),
+        *((a, found.gradients.get(name)) for name, a in reference.gradients.items()),
+        *((a, found.buffers.get(name)) for name, a in reference.buffers.items()),
+    ]
+    return sum(not _is_close(a, b) for a, b in pairs)
+
+
+def _is_close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.numel():
+        return True
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return bool((a.double() - b.double()).abs().max() <= CLOSE * max(1e-30, a.abs().max().item()))
+
+
+def checkpointed(model: nn.Module, inputs: Any) -> Callable[..., Any]:
+    """The whole model in one `torch.utils.checkpoint`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(model, *args, use_reentrant=False, **kwargs)
+
+    return call
+
+
+def budgeted(budget: float) -> Callable[[nn.Module, Any], Callable[..., Any]]:
+    """The model under torch's own planner."""
+
+    def way(model: nn.Module, inputs: Any) -> Callable[..., Any]:
+        compiled = torch.compile(model, backend="aot_eager")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with config.patch(activation_memory_budget=budget):
+                return compiled(*args, **kwargs)
+
+        return call
+
+    return way
+
+
+def row(name: str, make: Callable[[], Made]) -> list[str]:
+    """A row of the table."""
+    trial = Trial(make)
+    cells = [trial.within(limit) for limit in ("100%", "50%", "floor")]
+    cells.append(trial.verdict(checkpointed))
+    cells += [trial.verdict(budgeted(budget)) for budget in (0.5, 0.0)]
+    return [name, *cells]
+
+
+def makers(zoo: Path | None) -> dict[str, Callable[[], Made]]:
+    """How to make each model, by name."""
+    from tests.cases import CASES
+
+    def of_case(name: str) -> Made:
+        return *CASES[name](), measure.total
+
+    found: dict[str, Callable[[], Made]] = {name: lambda name=name: of_case(name) for name in CASES}
+    if zoo is not None:
+        spec = importlib.util.spec_from_file_location("zoo", zoo)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["zoo"] = module  # dataclasses and Dynamo look it up
+        spec.loader.exec_module(module)
+        found |= {name: lambda name=name: module.build(name) for name in module.ZOO}
+    return found
+
+
+def in_a_process(name: str, options: argparse.Namespace) -> list[str]:
+    """The row of one model, or what ended its process."""
+    command = [sys.executable, "-m", "benchmarks.correctness", "--alone", name]
+    if options.zoo is not None:
+        command += ["--zoo", str(options.zoo)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return [name, f"over {SECONDS} s"]
+    if done.returncode:
+        last = done.stderr.strip().splitlines()
+        return [name, f"ended by {last[-1][:60] if last else done.returncode}"]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="*", metavar="model")
+    parser.add_argument("--zoo", type=Path, help="a file with ZOO and build(name)")
+    parser.add_argument("--alone", action="store_true", help="one model, here, as JSON")
+    options = parser.parse_args()
+    found = makers(options.zoo)
+    if options.alone:
+        warnings.simplefilter("ignore")
+        (name,) = options.models
+        print(json.dumps(row(name, found[name])))
+        return
+    rows: list[list[str]] = []
+    for name in options.models or found:
+        rows.append(in_a_process(name, options))
+        print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
+    print(tabulate(rows, HEADS, tablefmt="github", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()
