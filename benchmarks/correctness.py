@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxrecals
 from benchmarks import measure
+from benchmarks.promises import Subject
 
 Made = tuple[nn.Module, Any, Callable[[Any], Tensor]]
 
@@ -62,8 +63,8 @@ class Trial:
     def run(self, way: Callable[[nn.Module, Any], Callable[..., Any]]) -> measure.Record:
         """Two steps of what `way` makes of the model."""
         torch._dynamo.reset()
-        model, inputs, loss = self.make()
-        return measure.record(way(model, inputs), model, inputs, loss)
+        subject = Subject("", *self.make())
+        return subject.record(way(subject.model, subject.inputs))
 
     def verdict(self, way: Callable[[nn.Module, Any], Callable[..., Any]]) -> str:
         """What two steps leave, in a word."""
@@ -99,37 +100,18 @@ class Trial:
     def over(self, plan: fxrecals.Plan) -> float:
         """By what part of the limit the measured peak of activations is above it."""
         torch._dynamo.reset()
-        model, inputs, loss = self.make()
-        small = fxrecals.rewrite(model, inputs, plan)
-        taken = measure.step_memory(stepped(small, model, inputs, loss), model)
+        subject = Subject("", *self.make())
+        small = fxrecals.rewrite(subject.model, subject.inputs, plan)
+        taken = measure.step_memory(subject.step(small), subject.model)
         limit = plan.limit_bytes or plan.peak_bytes
         return taken.activations / limit - 1
-
-
-def stepped(
-    call: Callable[..., Any], model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor]
-) -> Callable[[], Any]:
-    """A step that holds the model's outputs to its end, as training loops do."""
-
-    def run() -> Any:
-        measure.clear(model)
-        out = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
-        loss(out).backward()
-        return out
-
-    return run
 
 
 def far_off(reference: measure.Record, found: measure.Record) -> int:
     """How many tensors differ by more than rounding in another order can do."""
     if len(reference.outputs) != len(found.outputs):
         return abs(len(reference.outputs) - len(found.outputs))
-    pairs: list[tuple[Tensor | None, Tensor | None]] = [
-        *zip(reference.outputs, found.outputs, strict=True),
-        *((a, found.gradients.get(name)) for name, a in reference.gradients.items()),
-        *((a, found.buffers.get(name)) for name, a in reference.buffers.items()),
-    ]
-    return sum(not _is_close(a, b) for a, b in pairs)
+    return sum(not _is_close(a, b) for _, a, b in measure.pairs(reference, found))
 
 
 def _is_close(a: Tensor | None, b: Tensor | None) -> bool:

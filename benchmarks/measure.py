@@ -13,7 +13,7 @@ what the step is for, and no recompute can shrink them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,23 +192,23 @@ def compare(
     wrong: list[str] = []
     if len(reference.outputs) != len(candidate.outputs):
         wrong.append(f"{len(candidate.outputs)} outputs, not {len(reference.outputs)}")
-    pairs = [
-        (f"output {i}", a, b)
-        for i, (a, b) in enumerate(zip(reference.outputs, candidate.outputs, strict=False))
-    ]
-    pairs += [
-        (f"gradient of {name}", gradient, candidate.gradients.get(name))
-        for name, gradient in reference.gradients.items()
-    ]
-    pairs += [
-        (f"buffer {name}", buffer, candidate.buffers.get(name))
-        for name, buffer in reference.buffers.items()
-    ]
-    for name, a, b in pairs:
+    for name, a, b in pairs(reference, candidate):
         wrong += _difference(name, a, b, rtol, atol)
     if not torch.equal(reference.rng, candidate.rng):
         wrong.append("random generator: left in another state")
     return wrong
+
+
+def pairs(
+    reference: Record, candidate: Record
+) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """What two records have of each tensor, with its name; None where one has nothing."""
+    for i, (a, b) in enumerate(zip(reference.outputs, candidate.outputs, strict=False)):
+        yield f"output {i}", a, b
+    for name, gradient in reference.gradients.items():
+        yield f"gradient of {name}", gradient, candidate.gradients.get(name)
+    for name, buffer in reference.buffers.items():
+        yield f"buffer {name}", buffer, candidate.buffers.get(name)
 
 
 def _difference(

@@ -38,12 +38,12 @@ class Subject:
     inputs: Any
     loss: Callable[[Any], Tensor]
 
-    def call(self, module: nn.Module) -> Any:
+    def call(self, module: Callable[..., Any]) -> Any:
         if isinstance(self.inputs, dict):
             return module(**self.inputs)
         return module(*self.inputs)
 
-    def step(self, module: nn.Module) -> Callable[[], Any]:
+    def step(self, module: Callable[..., Any]) -> Callable[[], Any]:
         """A step whose output is held to its end, as training loops do."""
 
         def run() -> Any:
@@ -54,7 +54,7 @@ class Subject:
 
         return run
 
-    def record(self, module: nn.Module) -> measure.Record:
+    def record(self, module: Callable[..., Any]) -> measure.Record:
         return measure.record(module, self.model, self.inputs, self.loss)
 
 

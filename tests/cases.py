@@ -130,20 +130,21 @@ def an_input_that_is_written() -> Made:
     return Calls(f), (leaf(64), torch.zeros(64))
 
 
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.l = nn.InstanceNorm1d(2, affine=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.n(x).relu_()
+        h = h + 1
+        h[:, 0] *= 2
+        h.add_(self.l(x))
+        return h
+
+
 @case
 def activations_in_place() -> Made:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.n, self.l = nn.InstanceNorm1d(2, affine=True), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.n(x).relu_()
-            h = h + 1
-            h[:, 0] *= 2
-            h.add_(self.l(x))
-            return h
-
     return InPlace(), (leaf(3, 2, 4),)
 
 

@@ -2,14 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fxrecals
 from benchmarks.measure import Record, compare, record, total
+from benchmarks.promises import Subject
 from tests.cases import CASES, Made
 from tests.helpers import peak_bytes
 
@@ -61,18 +60,8 @@ def test_a_rewritten_step_is_eagers_within_its_limit(name: str) -> None:
         model, inputs = CASES[name]()
         small = fxrecals.rewrite(model, inputs, limit)
         assert compare(wanted, record(small, model, inputs)) == [], percent
-        assert held(small, model, inputs) <= limit + SCALARS + OUTSIDE.get(name, 0), percent
-
-
-def held(call: Callable[..., Any], model: nn.Module, inputs: Any) -> int:
-    """The measured peak of a step that holds the model's outputs to its end."""
-
-    def step() -> Any:
-        out = call(*inputs)
-        total(out).backward()
-        return out
-
-    return peak_bytes(step, model)
+        measured = peak_bytes(Subject(name, model, inputs, total).step(small), model)
+        assert measured <= limit + SCALARS + OUTSIDE.get(name, 0), percent
 
 
 @pytest.mark.parametrize("name", CASES)

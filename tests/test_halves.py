@@ -16,6 +16,7 @@ from fxrecals.ir import Phase
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from tests import helpers
+from tests.cases import InPlace
 from tests.helpers import ByHand, Scheduler, Split
 
 SCHEDULES: dict[str, Scheduler] = {
@@ -58,19 +59,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(2, 6, 2, 12).transpose(1, 2).chunk(3, dim=-1)
         return F.scaled_dot_product_attention(q.exp(), k, v.sin(), dropout_p=0.3)
-
-
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.n, self.l = nn.InstanceNorm1d(2, affine=True), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.n(x).relu_()
-        h = h + 1
-        h[:, 0] *= 2
-        h.add_(self.l(x))
-        return h
 
 
 def normed() -> nn.Module:

@@ -363,14 +363,14 @@ def _minimise(program: _Program, costs: Mapping[int, float], seconds: float) -> 
     scale = 1000 / (max(costs.values(), default=0.0) or 1.0)  # HiGHS's tolerances are absolute
     solver.passModel(_model(program, {column: scale * cost for column, cost in costs.items()}))
     solver.resetGlobalScheduler(True)  # threads that someone else asked for are no error then
-    status, statuses = solver.getModelStatus(), highspy.HighsModelStatus
-    for presolve in ("choose", "off"):  # presolve may make a solution of a near miss, and fail
+    solver.run()
+    statuses = highspy.HighsModelStatus
+    if solver.getModelStatus() == statuses.kSolveError:
+        # Presolve may have made a solution of a near miss.
         solver.clearSolver()
-        solver.setOptionValue("presolve", presolve)
+        solver.setOptionValue("presolve", "off")
         solver.run()
-        status = solver.getModelStatus()
-        if status != statuses.kSolveError:
-            break
+    status = solver.getModelStatus()
     solver.resetGlobalScheduler(True)
     if status == statuses.kInfeasible:
         return _Solution(None, math.inf, True)
