@@ -12,6 +12,7 @@ what the step is for, and no recompute can shrink them.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -112,17 +113,34 @@ def step_memory(step: Callable[[], Any], model: nn.Module, warmup: int = 2) -> S
     return StepMemory(peak, top, gradients, live - gradients)
 
 
-def step_seconds(steps: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
-    """Median seconds of each step, taken in turn so that a noisy machine hits all alike."""
+def step_times(steps: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, list[float]]:
+    """Seconds of each step in each round, taken in turn so that a noisy machine hits all alike.
+
+    Every other round goes through the steps backwards: none always follows the same one.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
-    for _ in range(rounds):
-        for name, step in steps.items():
+    for turn in range(rounds):
+        for name in list(steps)[:: -1 if turn % 2 else 1]:
             start = time.perf_counter()
-            step()
+            steps[name]()
             times[name].append(time.perf_counter() - start)
-    return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
+    return times
+
+
+def step_seconds(steps: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
+    """Median seconds of each step, taken in turn."""
+    return {name: statistics.median(taken) for name, taken in step_times(steps, rounds).items()}
+
+
+def against(times: list[float], reference: list[float]) -> tuple[float, float, float, float]:
+    """A step's time over another's: lower quartile, median and upper quartile of the rounds'
+    ratios, and the ratio of the tenth fastest percent of each, which other jobs disturb least."""
+    ratios = (a / b for a, b in zip(times, reference, strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    fast, reference_fast = (statistics.quantiles(t, n=10)[0] for t in (times, reference))
+    return low, middle, high, fast / reference_fast
 
 
 def clear(model: nn.Module) -> None:

@@ -11,14 +11,16 @@ once and remembered, or given. `Measured` times each op. `Free` costs nothing.
     (256, 0, True)
 
 The formula is the roofline of Williams, Waterman and Patterson (2009): an op takes as long as the
-slower of its arithmetic and its traffic, and a launch. Three kinds of op are neither: random
-draws, costly functions (exp, erf, tanh) and normalisations have a rate per element of their own.
+slower of its arithmetic and its traffic, and a launch. Some kinds of op are neither: random
+draws, costly functions (exp, erf, tanh), normalisations and poolings have a rate per element of
+their own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -134,6 +136,8 @@ class Figures:
         attention: the same of fused attention, in float32.
         costly: elements per second of gelu, exp, erf, tanh.
         norm: elements per second of softmax and normalisations.
+        batch_norm: elements per second of a batch norm in training.
+        pooling: elements per second that windows read, in max or average pooling.
         random: elements per second of random draws.
     """
 
@@ -146,6 +150,8 @@ class Figures:
     attention: float
     costly: float
     norm: float
+    batch_norm: float
+    pooling: float
     random: float
 
 
@@ -162,6 +168,8 @@ def _gpu(name: str, terabytes: float, single: float, half: float) -> Figures:
         attention=single * 1e12,
         costly=elements,
         norm=elements,
+        batch_norm=elements,
+        pooling=elements,
         random=elements / 2,
     )
 
@@ -194,7 +202,7 @@ def _measured_figures(device: torch.device) -> Figures:
     launch = _seconds(lambda: [dot + dot for _ in range(100)], device) / 100
     flat, square, half = new(1 << 21), new(512, 512), new(512, 512, dtype=torch.bfloat16)
     table, image, kernel = new(1024, 1024), new(8, 32, 32, 32), new(32, 32, 3, 3)
-    q = new(4, 8, 256, 32)
+    images, q = new(8, 32, 64, 64), new(4, 8, 256, 32)
     return Figures(
         _device_name(device),
         launch_seconds=_two_digits(launch),
@@ -205,6 +213,8 @@ def _measured_figures(device: torch.device) -> Figures:
         attention=rate(4 * 32 * 256**2 * 32, lambda: f.scaled_dot_product_attention(q, q, q)),
         costly=rate(1 << 21, lambda: f.gelu(flat)),
         norm=rate(1 << 20, lambda: torch.softmax(table, 1)),
+        batch_norm=rate(1 << 20, lambda: f.batch_norm(images, None, None, training=True)),
+        pooling=rate(1 << 20, lambda: f.max_pool2d(images, 2, return_indices=True)),
         random=rate(1 << 20, lambda: table.bernoulli(0.5)),
     )
 
@@ -317,9 +327,7 @@ def seconds(call: Call, flops: int, figures: Figures) -> float:
         return 0.0
     arithmetic = flops / _peak(call, figures) if flops else 0.0
     traffic = _traffic(call) / figures.bytes_per_second
-    elements = max(_torch.hint(t.numel()) for t in call.made)
-    rate = _element_rate(call, figures)
-    return figures.launch_seconds + max(arithmetic, traffic, elements / rate if rate else 0.0)
+    return figures.launch_seconds + max(arithmetic, traffic, _by_element(call, figures))
 
 
 def _peak(call: Call, figures: Figures) -> float:
@@ -335,16 +343,34 @@ _COSTLY = ("gelu", "exp", "tanh", "erf", "sigmoid", "silu", "log", "pow", "sin",
 _NORMS = ("softmax", "norm", "var", "std", "logsumexp", "cumsum", "sort", "topk")
 
 
-def _element_rate(call: Call, figures: Figures) -> float:
-    """Elements per second of an op that traffic alone does not explain; 0 for the others."""
-    if call.is_random:
-        return figures.random
+_POOLS = ("max_pool", "avg_pool")
+
+
+def _by_element(call: Call, figures: Figures) -> float:
+    """Seconds of an op that traffic alone does not explain; 0 for the others."""
+    elements = max(_torch.hint(t.numel()) for t in call.made)
     name = str(call.packet).rpartition(".")[2]
+    if call.is_random:
+        return elements / figures.random
+    if any(word in name for word in _POOLS) and "backward" not in name:
+        return elements * _window(call) / figures.pooling
+    if "batch_norm" in name and "backward" not in name and any(x is True for x in call.args):
+        return elements / figures.batch_norm
     if any(word in name for word in _NORMS):
-        return figures.norm
+        return elements / figures.norm
     if any(name.lstrip("_").startswith(word) for word in _COSTLY):
-        return figures.costly
+        return elements / figures.costly
     return 0.0
+
+
+def _window(call: Call) -> int:
+    """Elements that a pooling reads for each that it makes; of adaptive ones, on average."""
+    if "adaptive" in str(call.packet):
+        read, made = call.inputs[0].numel(), call.made[0].numel()
+        return max(1, _torch.hint(read) // max(1, _torch.hint(made)))
+    kernel = call.args[1]
+    dims = int(str(call.packet).partition("pool")[2][:1])
+    return math.prod(kernel) if len(kernel) == dims else kernel[0] ** dims
 
 
 _GATHERS = ("embedding", "index", "index_select", "gather", "select_scatter", "slice_scatter")

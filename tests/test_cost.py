@@ -38,6 +38,8 @@ FIGURES = Figures(
     attention=1e9,
     costly=1e6,
     norm=1e6,
+    batch_norm=5e5,
+    pooling=2e6,
     random=1e5,
 )
 HERE = torch.device("cpu")
@@ -52,6 +54,26 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 # --- seconds ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (lambda x: call(aten.max_pool2d_with_indices.default, x, [2, 2]), 64 * 64 / 2e6),
+        (lambda x: call(aten.max_pool2d_with_indices.default, x, [3], [1]), 62 * 62 * 9 / 2e6),
+        (lambda x: call(aten._adaptive_avg_pool2d.default, x, [8, 8]), 64 * 64 / 2e6),
+        (
+            lambda x: call(
+                aten._native_batch_norm_legit_functional.default,
+                *(x, None, None, torch.zeros(1), torch.ones(1), True, 0.1, 1e-5),
+            ),
+            64 * 64 / 5e5,
+        ),
+    ],
+)
+def test_poolings_and_batch_norms_have_rates_of_their_own(made: Any, wanted: float) -> None:
+    found = made(ones(1, 1, 64, 64))
+    assert seconds(found, 0, FIGURES) == pytest.approx(1e-6 + wanted)
 
 
 def test_a_view_costs_no_time() -> None:
