@@ -10,11 +10,13 @@ import inspect
 import logging
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from sympy import Integer
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -209,20 +211,122 @@ def gradient_of(desc: Any) -> Any:
     return getattr(desc, "grad_of", None)
 
 
-def hint(size: Any) -> int:
-    """A size as an int; what it was when traced, where it is symbolic.
+_sizes: ContextVar[dict[Any, Any]] = ContextVar("sizes", default={})  # noqa: B039 (never changed)
 
-    SymNode.hint, read in 2.13. 4096 where nothing is known, as torch's own partitioner takes.
+
+@contextmanager
+def sizes_known(sizes: Mapping[Any, int]) -> Iterator[None]:
+    """Reads symbolic sizes as if their symbols had these values, not those that they were traced
+    with. Keys are sympy symbols, as `size_symbols` gives them."""
+    token = _sizes.set({symbol: Integer(value) for symbol, value in sizes.items()})
+    try:
+        yield
+    finally:
+        _sizes.reset(token)
+
+
+def hint(size: Any) -> int:
+    """A size as an int. Where it is symbolic: by `sizes_known`, or what it was when traced.
+
+    SymNode.hint, read in 2.13. A size that depends on data is taken at its upper bound, and at
+    4096 where it has none, as torch's own partitioner takes it.
     """
     if isinstance(size, int):
         return size
-    known = size.node.hint if size.node.has_hint() else None
-    return 4096 if known is None else int(known)
+    if isinstance(size, (float, bool)):
+        return int(size)
+    sizes = _sizes.get()
+    if sizes:
+        known = size.node.expr.xreplace(sizes)
+        if known.is_number:
+            return int(known)
+    if size.node.has_hint():
+        return int(size.node.hint)
+    return _upper_bound(size)
+
+
+UNKNOWN_SIZE = 4096
+"""Of a size of which nothing is known."""
+
+
+def _upper_bound(size: Any) -> int:
+    """What a size that depends on data can be at most. `ShapeEnv.bound_sympy`, read in 2.13."""
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if upper.is_finite and upper < 2**48 else UNKNOWN_SIZE
+
+
+def size_symbols(inputs: Sequence[Any]) -> dict[Any, tuple[int, int | None]]:
+    """The symbols in the sizes of a graph's inputs, each with the input that gives its value, and
+    the dimension of it, None where the input is the number itself.
+
+    Args:
+        inputs: fake tensors and symbolic numbers, as `traced_inputs` gives them.
+    """
+    found: dict[Any, tuple[int, int | None]] = {}
+    for index, given in enumerate(inputs):
+        sizes = given.shape if isinstance(given, Tensor) else (given,)
+        for dim, size in enumerate(sizes):
+            expr = size.node.expr if isinstance(size, torch.SymInt) else None
+            if expr is not None and expr.is_symbol:
+                found.setdefault(expr, (index, dim if isinstance(given, Tensor) else None))
+    return found
+
+
+def traced_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a graph of Dynamo's, as it traced them: fake tensors and symbolic numbers.
+
+    `meta["example_value"]` of its placeholders, read in torch 2.13; the examples themselves where
+    there is none, as for the parts of a graph that DDP splits.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [
+        node.meta.get("example_value", example)
+        for node, example in zip(placeholders, example_inputs, strict=True)
+    ]
+
+
+def tracing_context() -> Any:
+    """What is being traced, None outside of a backend's call. `torch._guards`, read in 2.13."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get()
+
+
+def traced_again(context: Any) -> Any:
+    """A context manager: back to tracing what `tracing_context` gave (torch 2.13)."""
+    from torch._guards import tracing
+
+    return tracing(context)
+
+
+def place_in_arguments(desc: Any) -> int | None:
+    """The index among a compiled function's arguments, or results, of what a joint graph takes or
+    returns; None where it is made up, as the base of two views.
+
+    Read in torch 2.13, `_functorch/_aot_autograd/descriptors.py`.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput
+
+    return desc.idx if isinstance(desc, (PlainAOTInput, PlainAOTOutput)) else None
+
+
+def weak_storage(tensor: Tensor) -> Any:
+    """Keeps the number that `storage_key` gives from being given to another storage, and lets the
+    memory go. `StorageWeakRef`, read in torch 2.13, `multiprocessing/reductions.py`.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def input_desc(node: fx.Node) -> Any:
     """What a placeholder of a joint graph is. meta["desc"], read in 2.13."""
     return node.meta.get("desc", node.name)
+
+
+def input_descs(joint: fx.GraphModule) -> tuple[Any, ...]:
+    """What each placeholder of a joint graph is, in order (torch 2.13)."""
+    return tuple(map(input_desc, joint.graph.find_nodes(op="placeholder")))
 
 
 def is_collective(target: Any) -> bool:

@@ -44,12 +44,14 @@ class Joint:
         num_fwd_outputs: how many of its outputs the forward returns; the rest are gradients.
         parameter_inputs: indices of the placeholders that are parameters or buffers.
         stands_for: the device that its CPU tensors stand for, "" for the CPU.
+        sizes: the symbols in its sizes, with the values to read them with.
     """
 
     module: fx.GraphModule
     num_fwd_outputs: int
     parameter_inputs: tuple[int, ...]
     stands_for: str = ""
+    sizes: tuple[tuple[Any, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -427,13 +429,14 @@ class _Part:
 
 
 def _read(joint: Joint, parameters: Collection[int], cost: Cost) -> Graph:
-    return read(
-        joint.module,
-        num_fwd_outputs=joint.num_fwd_outputs,
-        parameter_inputs=parameters,
-        cost=cost,
-        stands_for=joint.stands_for,
-    )
+    with _torch.sizes_known(dict(joint.sizes)):
+        return read(
+            joint.module,
+            num_fwd_outputs=joint.num_fwd_outputs,
+            parameter_inputs=parameters,
+            cost=cost,
+            stands_for=joint.stands_for,
+        )
 
 
 def _parts(captured: Captured, cost: Cost) -> list[_Part]:

@@ -5,9 +5,11 @@
     >>> compiled = torch.compile(model, backend=backend("1GB", inner="eager"))
 
 A `Backend` is called by Dynamo once per graph. It lets AOTAutograd (or Inductor) trace forward
-and backward together, plans on that joint graph, and hands back the two halves. Where a model
-breaks into several graphs, they share the limit through a `Ledger`. Graphs that need no
-gradients go to the inner compiler untouched.
+and backward together, plans on that joint graph, and hands back the two halves. Where a step
+runs several graphs, they share the limit through a `Ledger` at first; once a step has ended and
+they are known, it is planned as a whole. A graph with symbolic sizes has a schedule for each
+size at which the limit asks for another. Graphs that need no gradients go to the inner compiler
+untouched.
 """
 
 from __future__ import annotations
@@ -16,22 +18,26 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from torch import fx
 
 from fxrecals import _torch
-from fxrecals.cost import Cost, Free
+from fxrecals.capture import Captured, Joint, step
+from fxrecals.cost import Cost, Free, generators_kept
 from fxrecals.errors import InfeasibleLimitError, OptionError
 from fxrecals.halves import compilers, split
-from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes
-from fxrecals.planning import named_cost, named_peak, solve_within
+from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes, is_charged
+from fxrecals.ledger import Held, Ledger
+from fxrecals.planning import limit_bytes, named_cost, named_peak, plan_graph, solve_within
 from fxrecals.plans import Plan
 from fxrecals.reading import read as read_joint
-from fxrecals.schedule import Schedule
+from fxrecals.schedule import Schedule, extra_seconds, is_valid
+from fxrecals.sites import Part, Site, Sizes, Version
 from fxrecals.solve import SOLVERS
+from fxrecals.steps import Execution, Pattern, Steps, Whole, captured, execution, pattern_of
 from fxrecals.timeline import simulate
 from fxrecals.units import DeviceLimits, Limit, format_bytes, parse_limit
 
@@ -110,7 +116,7 @@ def backend(
     read = None if limit is None else parse_limit(limit)
     which = named_peak(peak)
     settings = _Settings(read, which, inner, named_cost(cost, which), solver)
-    return Backend(settings, planner or solve_within, reader or read_joint)
+    return Backend(settings, planner, reader)
 
 
 def named_backend(
@@ -159,110 +165,16 @@ def _one_of(names: Sequence[str]) -> str:
     return " or ".join(map(repr, names))
 
 
-# --- what several graphs share -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one graph holds in a step.
-
-    Attributes:
-        saved_bytes: from its forward to its backward.
-        gradient_bytes: from its backward on: its gradients, where the limit counts them.
-        room_bytes: how much later graphs, whose backwards run first, may leave to its backward.
-    """
-
-    saved_bytes: int
-    gradient_bytes: int = 0
-    room_bytes: float = float("inf")
-
-
-class Ledger:
-    """What the graphs of one step hold of its limit.
-
-    While a later graph is compiled, earlier ones have run their forward and not their backward:
-    what they keep is not there for the later one. Nor are gradients, where the limit counts them,
-    of graphs whose backward has run, until none is left that waits for its own.
-
-    >>> ledger = Ledger()
-    >>> ledger.allowance(parse_limit("50%"), baseline_bytes=1000) is None
-    True
-    >>> ticket = ledger.enter([Held(300)])
-    >>> ledger.allowance(parse_limit("50%"), baseline_bytes=4000)
-    200
-    >>> ledger.leave(ticket)
-    >>> ledger.alive_bytes
-    0
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, tuple[Held, ...]] = {}
-        self._gradient_bytes = 0
-        self._entered = 0
-        self._limit_bytes: int | None = None
-
-    @property
-    def _held(self) -> list[Held]:
-        return [held for graphs in self._waiting.values() for held in graphs]
-
-    @property
-    def alive_bytes(self) -> int:
-        """Bytes that graphs hold for a backward yet to come, and gradients that count."""
-        return sum(held.saved_bytes for held in self._held) + self._gradient_bytes
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no graph waits for its backward: a step begins."""
-        return not self._waiting
-
-    def allowance(self, limit: Limit, baseline_bytes: int) -> int | None:
-        """Bytes left for a graph, or None where all of the limit is its own.
-
-        A share is one of the first graph's peak, and stays that for the rest of the step.
-        Free memory ("auto") is already less what others hold.
-
-        Args:
-            limit: the limit of the step.
-            baseline_bytes: peak of the graph without recompute.
-        """
-        if limit.nbytes is None and limit.share is None:
-            return None
-        if self.is_empty or self._limit_bytes is None:
-            self._limit_bytes = limit.resolve(baseline_bytes)
-        return None if self.is_empty else max(0, self._limit_bytes - self.alive_bytes)
-
-    def over_bytes(self, gradient_bytes: int) -> float:
-        """By how much backwards that wait miss the limit, at most, once a graph has joined them
-        that leaves so many bytes of gradients; 0 if none does.
-
-        >>> ledger = Ledger()
-        >>> for held in (Held(300, gradient_bytes=90, room_bytes=50), Held(200, 40, 20)):
-        ...     _ = ledger.enter([held])
-        >>> [ledger.over_bytes(nbytes) for nbytes in (5, 15, 30)]
-        [0, 5, 20]
-        """
-        found: float = 0
-        for held in reversed(self._held):
-            found = max(found, gradient_bytes - held.room_bytes)
-            gradient_bytes += held.gradient_bytes
-        return found
-
-    def enter(self, held: Sequence[Held]) -> int:
-        """Notes that a forward has run of graphs that hold so much; returns a ticket to leave."""
-        self._entered += 1
-        self._waiting[self._entered] = tuple(held)
-        return self._entered
-
-    def leave(self, ticket: int, *, has_run: bool = False) -> None:
-        """Notes that a backward has run or never will. Leaving twice is leaving once."""
-        left = self._waiting.pop(ticket, ())
-        if has_run:
-            self._gradient_bytes += sum(held.gradient_bytes for held in left)
-        if self.is_empty:
-            self._gradient_bytes = 0
-
-
 # --- the backend -------------------------------------------------------------------------------
+
+FEW = 0.01
+"""Part of a step's time that a plan for other sizes may cost and still be used."""
+
+ROOMY = 0.8
+"""Part of the limit under which a plan for other sizes wastes room."""
+
+MOST_VERSIONS = 8
+"""Versions of a graph beyond which room is wasted rather than another one made."""
 
 
 @dataclass(frozen=True)
@@ -278,20 +190,24 @@ class Backend:
     """What `backend` returns: a Dynamo backend that remembers its plans.
 
     Attributes:
-        plans: what the planner returned for each graph that needs gradients, in order.
+        plans: what was planned, in order: for each graph that needs gradients, and for steps of
+            several graphs as a whole.
         ledger: what the graphs hold just now.
     """
 
     __name__ = "fxrecals"
 
-    def __init__(self, settings: _Settings, planner: Planner, reader: Reader) -> None:
+    def __init__(self, settings: _Settings, planner: Planner | None, reader: Reader | None) -> None:
         self.settings = settings
         self.ledger = Ledger()
         self.plans: tuple[Any, ...] = ()
-        self._planner = planner
-        self._reader = reader
+        self._planner = planner or solve_within
+        self._reader = reader or read_joint
+        # Those who plan by themselves have planned the step already.
+        self._sees_steps = planner is None and reader is None and settings.limit is not None
+        self._steps = Steps()
         self._has_warned = False
-        self._has_warned_of_symbols = False
+        self._has_warned_of_breaks = False
 
     def __call__(
         self,
@@ -304,19 +220,162 @@ class Backend:
         """Compiles one graph of Dynamo's; called by `torch.compile`."""
         if options:
             raise OptionError("options", dict(options), "the arguments of fxrecals.backend")
-        compilation = _Compilation(self)
+        site = Site.of(gm, example_inputs, mode)
+        # What a backend raises, Dynamo wraps in an error of its own. Raised when the compiled
+        # function is called, it reaches the user as it is, and nothing has run either.
+        found = self._planned(site, site.sizes(site.inputs), example_inputs)
+        if isinstance(found, Version) and found.part is None:
+            return found.call
+        return lambda *arguments: self._run(site, arguments)
+
+    # --- running --------------------------------------------------------------------------------
+
+    def _run(self, site: Site, arguments: Sequence[Any]) -> Any:
+        """One call of a compiled graph: its forward, entered in the ledger until its backward."""
+        sizes = site.sizes(arguments)
+        version = self._version(site, sizes)
+        results = version.call(*arguments)
+        node = _torch.compiled_node(results, arguments)
+        if node is not None and version.part is not None:
+            run = execution(site, sizes, version.part, arguments, results)
+            self._enter(run, node)
+        return results
+
+    def _version(self, site: Site, sizes: Sizes) -> Version:
+        """What is to run. Plans the step that has ended, if one has."""
+        if self.ledger.is_empty and self._steps.running:
+            self._learn(self._steps.end())
+        expected = self._steps.next(site, sizes)
+        if expected is not None:
+            whole, place = expected
+            if whole.refused is not None:
+                raise whole.refused.with_traceback(None)
+            return self._placed(site, sizes, whole, place)
+        found = site.by_sizes.get(sizes) or self._planned(site, sizes)
+        if isinstance(found, InfeasibleLimitError):
+            raise found.with_traceback(None)
+        return found
+
+    def _enter(self, run: Execution, node: Any) -> None:
+        ticket = self.ledger.enter([run.part.held])
+        if self._sees_steps:
+            self._steps.enter(run)
+
+        def leave(inputs: Any, outputs: Any) -> None:
+            run.has_run = True
+            self.ledger.leave(ticket, has_run=True)
+
+        node.register_hook(leave)
+        weakref.finalize(node, self.ledger.leave, ticket).atexit = False
+
+    # --- one graph ------------------------------------------------------------------------------
+
+    def _planned(
+        self, site: Site, sizes: Sizes, example_inputs: Sequence[Any] | None = None
+    ) -> Version | InfeasibleLimitError:
+        """The version of a graph for some sizes, or why there is none; both are remembered."""
+        found: Version | InfeasibleLimitError | None = self._fitting(site, sizes)
+        if found is None:
+            try:
+                found = self._compiled(site, sizes, self._decider(site), example_inputs)
+            except InfeasibleLimitError as error:
+                found = error
+        site.remember(sizes, found)
+        return found
+
+    def _decider(self, site: Site) -> Callable[[Graph], Any]:
+        return lambda graph: self.plan(graph, is_followed=self._is_followed(site))
+
+    def _compiled(
+        self,
+        site: Site,
+        sizes: Sizes,
+        decide: Callable[[Graph], Any],
+        example_inputs: Sequence[Any] | None = None,
+    ) -> Version:
+        """A new version of a graph.
+
+        Args:
+            site: the graph.
+            sizes: what to plan for.
+            decide: tells the plan, or the schedule.
+            example_inputs: what Dynamo gave, while it is tracing; None later.
+
+        Raises:
+            InfeasibleLimitError: `decide` did.
+        """
+        compilation = _Compilation(self, decide, site.known(sizes))
         try:
-            compiled = compilation.compile(gm, example_inputs, mode)
+            if example_inputs is not None:
+                call = compilation.compile(site.gm, example_inputs, site.mode)
+            else:
+                with generators_kept(), _torch.traced_again(site.context):
+                    call = compilation.compile(site.gm, site.inputs, site.mode)
         except Exception:
             if compilation.refused is None:
                 raise
-            return _refusal(compilation.refused)
-        if not compilation.held:
-            return compiled
-        return _tracked(compiled, self.ledger, compilation.held)
+            raise compilation.refused from None
+        version = Version(call, compilation.part)
+        site.versions.append(version)
+        return version
 
-    def plan(self, graph: Graph) -> Any:
+    def _fitting(self, site: Site, sizes: Sizes) -> Version | None:
+        """The cheapest version that was made for other sizes and holds the limit at these.
+
+        None where there is none, or where it recomputes much although there is room.
+        """
+        limit = self.settings.limit
+        made = [version for version in site.versions if version.part is not None]
+        if limit is None and made:
+            return made[0]
+        if not made or not isinstance(limit, Limit):
+            return None
+        parts = [version.part for version in made if version.part is not None]
+        joint = replace(parts[0].joint, sizes=tuple(site.known(sizes).items()))
+        graph = self.read(joint)
+        left = self._left(graph, limit)
+        allowed = left // 2 if self._is_followed(site) else left
+        more = len(made) < MOST_VERSIONS
+        found = self._cheapest(graph, [part.schedule for part in parts], allowed, more)
+        return None if found is None else made[found]
+
+    def _cheapest(
+        self, graph: Graph, schedules: Sequence[Schedule], allowance: int, more: bool
+    ) -> int | None:
+        """Index of the schedule that costs least of those that need at most `allowance` bytes.
+
+        None where none does; and, if there may be `more`, where the best one recomputes much
+        although there is room.
+        """
+        bounded = bounded_graph(graph, self.settings.peak)
+        fitting: list[tuple[float, int, int]] = []
+        for index, schedule in enumerate(schedules):
+            if is_valid(graph, schedule):
+                peak = simulate(bounded, schedule).peak_bytes
+                if peak <= allowance:
+                    fitting.append((extra_seconds(graph, schedule), peak, index))
+        if not fitting:
+            return None
+        seconds, peak, index = min(fitting)
+        wastes = seconds > FEW * graph.seconds and peak < ROOMY * allowance
+        return None if wastes and more else index
+
+    def _is_followed(self, site: Site) -> bool:
+        """Whether another graph will need room too, and it is not known how much."""
+        return bool(site.reason) and self._sees_steps
+
+    def _left(self, graph: Graph, limit: Limit) -> int:
+        """Bytes of a limit that are left for a graph."""
+        allowance = self._allowance(graph, limit)
+        return limit_bytes(graph, limit, self.settings.peak) if allowance is None else allowance
+
+    def plan(self, graph: Graph, *, is_followed: bool = False) -> Any:
         """Plans a joint graph within what is left of the limit.
+
+        Args:
+            graph: the graph.
+            is_followed: whether a break ends it. Another graph then needs room as well: it gets
+                half of what is left, or its floor, until the step can be planned as a whole.
 
         Raises:
             InfeasibleLimitError: the graph is alone, and its floor is over the limit.
@@ -325,6 +384,13 @@ class Backend:
         if limit is None:
             return Schedule.keeping_everything(graph)
         allowance = self._allowance(graph, limit)
+        if is_followed and isinstance(limit, Limit):
+            left = self._left(graph, limit)
+            try:
+                return self._ask(graph, limit, left // 2)
+            except InfeasibleLimitError as error:
+                if error.floor_bytes <= left:
+                    return self._ask(graph, limit, error.floor_bytes)
         try:
             return self._ask(graph, limit, allowance)
         except InfeasibleLimitError as error:
@@ -368,40 +434,16 @@ class Backend:
         room = (planned.limit_bytes or 0) - max(live, default=0)
         return Held(found.saved_bytes, gradients, room)
 
-    def read(self, joint: fx.GraphModule, num_fwd_outputs: int, parameters: Sequence[int]) -> Graph:
-        """A joint graph from AOTAutograd, as planning sees it.
-
-        Args:
-            joint: as a partition function gets it.
-            num_fwd_outputs: how many of its outputs the forward returns.
-            parameters: indices of the placeholders that outlive the step.
-        """
-        with _torch.outside_tracing():  # ops may be run to be priced
-            graph = self._reader(
-                joint,
-                num_fwd_outputs=num_fwd_outputs,
-                parameter_inputs=tuple(parameters),
-                mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
+    def read(self, joint: Joint) -> Graph:
+        """A joint graph from AOTAutograd, as planning sees it, at its sizes."""
+        with _torch.outside_tracing(), _torch.sizes_known(dict(joint.sizes)):
+            return self._reader(  # ops may be run to be priced
+                joint.module,
+                num_fwd_outputs=joint.num_fwd_outputs,
+                parameter_inputs=joint.parameter_inputs,
+                mutated_inputs=_torch.updated_inputs(joint.module, joint.num_fwd_outputs),
                 cost=self.settings.cost if self.settings.limit is not None else Free(),
             )
-        return _with_seeds_kept(joint, graph) if self.settings.inner == "inductor" else graph
-
-    def warn_of_symbols(self, joint: fx.GraphModule) -> None:
-        """Says, once, that a plan for symbolic sizes is one for the sizes first seen."""
-        symbolic = any(map(_torch.is_symbol, joint.graph.find_nodes(op="placeholder")))
-        if not symbolic or self._has_warned_of_symbols or self.settings.limit is None:
-            return
-        self._has_warned_of_symbols = True
-        warnings.warn(
-            "a graph has sizes that may change: its plan holds the limit at the sizes with which "
-            "it was traced, and not at larger ones; torch.compile(..., dynamic=False) plans for "
-            "each size",
-            stacklevel=2,
-        )
-
-    def remember(self, planned: Any) -> None:
-        """Adds to `plans`."""
-        self.plans = (*self.plans, planned)
 
     def _ask(self, graph: Graph, limit: Limit | DeviceLimits, allowance: int | None) -> Any:
         options = {"solver": self.settings.solver, "peak": self.settings.peak}
@@ -420,35 +462,115 @@ class Backend:
             return
         self._has_warned = True
         sources = (op.where.source for op in graph.ops if op.where.source)
+        then = (
+            "the next step is planned as a whole, and may find room"
+            if self._sees_steps
+            else "fxrecals.plan and fxrecals.rewrite see the whole step, and may find room"
+        )
         warnings.warn(
-            f"the graph after the break at {next(sources, 'an unknown line')} {found}. "
-            "fxrecals.plan and fxrecals.rewrite see the whole step, and may find room",
+            f"the graph after the break at {next(sources, 'an unknown line')} {found}. {then}",
             stacklevel=2,
         )
 
+    # --- the step as a whole --------------------------------------------------------------------
 
-def _with_seeds_kept(joint: fx.GraphModule, graph: Graph) -> Graph:
-    """`graph`, with Inductor's seeds drawn once: what is random from a seed can run again."""
-    seeds = {node.name for node in joint.graph.nodes if _torch.draws_seed(node.target)}
-    ops = (
-        replace(op, traits=op.traits | {Trait.OPAQUE}) if op.name in seeds else op
-        for op in graph.ops
-    )
-    return replace(graph, ops=tuple(ops)) if seeds else graph
+    def _learn(self, runs: Sequence[Execution]) -> None:
+        """Plans a step that has ended as a whole, if it is one of several runs, and new."""
+        if not runs:
+            return
+        limit = self.settings.limit
+        assert limit is not None, "without a limit no step is looked at"
+        pattern, seen = pattern_of(runs), captured(runs)
+        with _torch.outside_tracing(), generators_kept():
+            graph = step(seen, self.settings.cost)
+            found = self._known(graph, limit, pattern)
+            if found is None:
+                found = self._whole(graph, limit, seen)
+        self._steps.learn(pattern, found)
+
+    def _known(self, graph: Graph, limit: Limit | DeviceLimits, pattern: Pattern) -> Whole | None:
+        """What was planned for the same step at other sizes, if it is good enough for these."""
+        known = self._steps.of_the_same_sites(pattern)
+        schedules = [whole.schedule for whole in known if whole.schedule is not None]
+        if not schedules or not isinstance(limit, Limit):
+            return None
+        allowed = limit_bytes(graph, limit, self.settings.peak)
+        found = self._cheapest(graph, schedules, allowed, len(known) < MOST_VERSIONS)
+        return None if found is None else known[found]
+
+    def _whole(self, graph: Graph, limit: Limit | DeviceLimits, seen: Captured) -> Whole:
+        """Plans a step of several runs."""
+        number = len(self._steps.wholes)
+        options = {"solver": self.settings.solver, "peak": self.settings.peak}
+        try:
+            plan = plan_graph(graph, limit, notes=seen.breaks, **options)
+        except InfeasibleLimitError as error:
+            return Whole(number, refused=error)
+        self.remember(plan)
+        self._warn_of_breaks(plan, seen)
+        return Whole(number, plan.schedule, self._parts(plan, seen))
+
+    def _parts(self, plan: Plan, seen: Captured) -> tuple[Schedule, ...]:
+        """The schedule of each run of a step."""
+        found: list[Schedule] = []
+        for run in seen.runs:
+            part = plan.part(run.prefix, self.read(seen.joints[run.joint]))
+            assert part is not None, "the parts of a step are its graphs"
+            found.append(part)
+        return tuple(found)
+
+    def _placed(self, site: Site, sizes: Sizes, whole: Whole, place: int) -> Version:
+        """The version for a run of a step that was planned as a whole."""
+        key = (whole.number, place)
+        if key not in site.by_place:
+            schedule = whole.parts[place]
+            found = site.with_schedule(schedule)
+            site.by_place[key] = found or self._compiled(site, sizes, lambda graph: schedule)
+        return site.by_place[key]
+
+    def _warn_of_breaks(self, plan: Plan, seen: Captured) -> None:
+        """Says, once, what breaks cost a step that has to recompute."""
+        if self._has_warned_of_breaks or not seen.breaks or plan.extra_seconds <= 0:
+            return
+        self._has_warned_of_breaks = True
+        handed = format_bytes(_handed_bytes(plan.graph))
+        extra = 100 * plan.extra_seconds / max(plan.baseline_seconds, 1e-12)
+        warnings.warn(
+            f"the step is {len(seen.runs)} graphs, planned together from now on, under "
+            f"limit={self.settings.limit} with {extra:.1f} % more time. What one graph hands to "
+            f"the next, {handed} here, no recompute can free. {'; '.join(seen.breaks)}",
+            stacklevel=2,
+        )
+
+    def remember(self, planned: Any) -> None:
+        """Adds to `plans`."""
+        self.plans = (*self.plans, planned)
+
+
+def _handed_bytes(graph: Graph) -> int:
+    """Bytes of what graphs of a step hand to later ones."""
+    forward = (op for op in graph.forward if Trait.CALLER in op.traits)
+    handed = (graph.values[name] for op in forward for name in op.inputs)
+    return sum({value.storage: value.nbytes for value in handed if is_charged(value)}.values())
 
 
 @dataclass
 class _Compilation:
-    """One call of a backend: carries what the partitioner finds out to whoever called it.
+    """One compilation of a graph: carries what the partitioner finds out to whoever asked for it.
 
     Attributes:
-        held: of each plan made: what its graph holds in a step.
+        owner: the backend.
+        decide: from a graph to a plan, or a schedule.
+        sizes: the values of the symbols in its sizes.
+        part: what was planned; None as long as nothing needs a gradient.
         refused: why there is no plan.
-        digest: names the plans, for Inductor's cache.
+        digest: names the plan, for Inductor's cache.
     """
 
     owner: Backend
-    held: list[Held] = field(default_factory=list)
+    decide: Callable[[Graph], Any]
+    sizes: Mapping[Any, int]
+    part: Part | None = None
     refused: InfeasibleLimitError | None = None
     digest: str = ""
 
@@ -473,16 +595,17 @@ class _Compilation:
         **_: Any,
     ) -> Halves:
         """AOTAutograd's partitioner: reads, plans, splits."""
-        self.owner.warn_of_symbols(joint)
-        graph = self.owner.read(joint, num_fwd_outputs, static_lifetime_input_indices or ())
+        parameters, sizes = static_lifetime_input_indices or (), tuple(self.sizes.items())
+        kept = Joint(joint, num_fwd_outputs, tuple(parameters), sizes=sizes)
+        graph = self.owner.read(kept)
         try:
-            planned = self.owner.plan(graph)
+            planned = self.decide(graph)
         except InfeasibleLimitError as error:
             self.refused = error
             raise
         self.owner.remember(planned)
-        schedule: Schedule = getattr(planned, "schedule", planned)
-        self.held.append(self.owner.held(graph, planned))
+        self.part = Part(kept, graph, planned, self.owner.held(graph, planned))
+        schedule = self.part.schedule
         self.digest = hashlib.sha256(f"{self.digest}{schedule.runs}".encode()).hexdigest()
         return split(
             joint,
@@ -497,29 +620,3 @@ class _Compilation:
         """What code generated for this compilation must not be shared beyond."""
         settings = self.owner.settings
         return ("fxrecals", str(settings.limit), settings.solver, self.digest)
-
-
-def _refusal(error: InfeasibleLimitError) -> Callable[..., Any]:
-    # Dynamo wraps what a backend raises in an error of its own. Raised from the compiled code,
-    # it reaches the user as it is, and nothing has run either.
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise error.with_traceback(None)
-
-    return refuse
-
-
-def _tracked(
-    compiled: Callable[..., Any], ledger: Ledger, held: Sequence[Held]
-) -> Callable[..., Any]:
-    """`compiled`, entered in the ledger from its forward to its backward."""
-
-    def run(*args: Any) -> Any:
-        outputs = compiled(*args)
-        node = _torch.compiled_node(outputs, args)
-        if node is not None:
-            ticket = ledger.enter(held)
-            node.register_hook(lambda inputs, outputs: ledger.leave(ticket, has_run=True))
-            weakref.finalize(node, ledger.leave, ticket).atexit = False
-        return outputs
-
-    return run

@@ -102,6 +102,13 @@ def solve_within(
     return plan_graph(graph, limit, solver=solver, peak=peak, allowance_bytes=allowance_bytes)
 
 
+def limit_bytes(graph: Graph, limit: Limit, peak: Peak) -> int:
+    """A limit on a graph's peak in bytes."""
+    counted = bounded_graph(graph, peak)
+    baseline = simulate(counted, Schedule.keeping_everything(graph)).peak_bytes
+    return limit.resolve(baseline, lambda: free_bytes(graph, peak))
+
+
 def check_solver(solver: str) -> None:
     """Raises `OptionError` for a solver that does not exist."""
     if solver not in SOLVERS:

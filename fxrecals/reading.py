@@ -342,8 +342,8 @@ def _node_traits(
 
 def _is_known(node: fx.Node) -> bool:
     """Whether an op is known to be a function of its inputs (and of random draws)."""
-    if node.op != "call_function":
-        return False
+    if node.op != "call_function" or _torch.draws_seed(node.target):
+        return False  # Inductor's seeds are drawn once: what is random from one can run again
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace in ("aten", "prims") and not _torch.is_effectful(node)
     return getattr(node.target, "__module__", "") in _torch.SYM_MODULES

@@ -294,14 +294,6 @@ def test_many_rewrites_of_one_class_in_a_row_keep_their_limits() -> None:
         assert peak_bytes(step, model) <= plan.limit_bytes
 
 
-def test_symbolic_sizes_are_warned_of() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
-    within = fxrecals.backend("1MB", inner="eager")
-    compiled = torch.compile(model, backend=within, dynamic=True)
-    with pytest.warns(UserWarning, match="sizes that may change"):
-        compiled(torch.randn(8, 16)).sum().backward()
-
-
 class Masked(nn.Module):
     """Products of mixed types, which the CPU casts into copies, and dropout's backward."""
 
