@@ -13,10 +13,10 @@ from torch import nn
 from fxrecals import _torch
 from fxrecals import cost as costing
 from fxrecals.capture import Captured, capture, step
-from fxrecals.dynamo import Planner, backend
+from fxrecals.dynamo import backend
 from fxrecals.errors import OptionError
 from fxrecals.export import write
-from fxrecals.ir import Graph, Peak
+from fxrecals.ir import Peak
 from fxrecals.planning import (
     LimitLike,
     Progress,
@@ -25,10 +25,8 @@ from fxrecals.planning import (
     named_cost,
     named_peak,
     plan_graph,
-    solve_within,
 )
 from fxrecals.plans import Plan
-from fxrecals.schedule import Schedule
 from fxrecals.units import parse_limit
 
 IN_EVAL = "the model is in eval mode: in train mode it draws dropout, and needs another plan"
@@ -151,8 +149,7 @@ def rewrite(
     nbytes = made.limit_bytes or made.bounded.peak_bytes
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
-    planner = _planned(made)
-    within = backend(nbytes, inner="eager", peak=made.peak.value, planner=planner, **options)
+    within = backend(nbytes, inner="eager", peak=made.peak.value, given=made, **options)
 
     # Not twin.compile(): where the class is torch's own, such as nn.Sequential, Dynamo skips
     # every frame of it and compiles nothing. This function is a frame that it does not skip.
@@ -162,19 +159,6 @@ def rewrite(
 
     twin._compiled_call_impl = _torch.compile_apart(call, within, MOST_SIZES)
     return twin
-
-
-def _planned(made: Plan) -> Planner:
-    """A planner that hands out the parts of a plan of the whole step, graph by graph.
-
-    A graph that is no part of the plan, such as one for another batch size, is planned by itself.
-    """
-
-    def planner(graph: Graph, limit: Any, **options: Any) -> Schedule | Plan:
-        part = made.part_for(graph)
-        return solve_within(graph, limit, **options) if part is None else part
-
-    return planner
 
 
 def _with_export(made: Plan, captured: Captured) -> Plan:

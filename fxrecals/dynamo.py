@@ -82,6 +82,7 @@ def backend(
     solver: str = "auto",
     planner: Planner | None = None,
     reader: Reader | None = None,
+    given: Plan | None = None,
 ) -> Backend:
     """A backend for `torch.compile` that keeps the peak of a step under `limit`.
 
@@ -98,6 +99,7 @@ def backend(
         solver: how the schedule is found; see `fxrecals.solve`.
         planner: instead of `fxrecals.planning.solve_within`.
         reader: instead of `fxrecals.reading.read`.
+        given: the plan of a step. What runs and is part of it, is not planned anew.
 
     Raises:
         OptionError: an argument that does not work, before anything is compiled.
@@ -116,7 +118,7 @@ def backend(
     read = None if limit is None else parse_limit(limit)
     which = named_peak(peak)
     settings = _Settings(read, which, inner, named_cost(cost, which), solver)
-    return Backend(settings, planner, reader)
+    return Backend(settings, planner, reader, given)
 
 
 def named_backend(
@@ -176,6 +178,9 @@ ROOMY = 0.8
 MOST_VERSIONS = 8
 """Versions of a graph beyond which room is wasted rather than another one made."""
 
+GIVEN = -1
+"""Stands for the plan that was given where places are numbered by plans."""
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -197,7 +202,13 @@ class Backend:
 
     __name__ = "fxrecals"
 
-    def __init__(self, settings: _Settings, planner: Planner | None, reader: Reader | None) -> None:
+    def __init__(
+        self,
+        settings: _Settings,
+        planner: Planner | None = None,
+        reader: Reader | None = None,
+        given: Plan | None = None,
+    ) -> None:
         self.settings = settings
         self.ledger = Ledger()
         self.plans: tuple[Any, ...] = ()
@@ -205,6 +216,7 @@ class Backend:
         self._reader = reader or read_joint
         # Those who plan by themselves have planned the step already.
         self._sees_steps = planner is None and reader is None and settings.limit is not None
+        self._given = given
         self._steps = Steps()
         self._has_warned = False
         self._has_warned_of_breaks = False
@@ -251,6 +263,8 @@ class Backend:
             if whole.refused is not None:
                 raise whole.refused.with_traceback(None)
             return self._placed(site, sizes, whole, place)
+        if (given := self._as_given(site, sizes)) is not None:
+            return given
         found = site.by_sizes.get(sizes) or self._planned(site, sizes)
         if isinstance(found, InfeasibleLimitError):
             raise found.with_traceback(None)
@@ -283,8 +297,31 @@ class Backend:
         site.remember(sizes, found)
         return found
 
+    def _as_given(self, site: Site, sizes: Sizes) -> Version | None:
+        """The version for a run that is part of the plan that was given."""
+        first = site.versions[0].part if site.versions else None
+        if self._given is None or first is None:
+            return None
+        key = (GIVEN, len(self._steps.running))
+        if key not in site.by_place:
+            schedule = self._given_part(first.graph)
+            site.by_place[key] = schedule and self._with_schedule(site, sizes, schedule)
+        return site.by_place[key]
+
+    def _given_part(self, graph: Graph) -> Schedule | None:
+        """The part of the plan that was given which the coming run of a graph is."""
+        place = len(self._steps.running)
+        prefixes = self._given.prefixes if self._given is not None else ()
+        if self._given is None or place >= len(prefixes):
+            return None
+        return self._given.part(prefixes[place], graph)
+
     def _decider(self, site: Site) -> Callable[[Graph], Any]:
-        return lambda graph: self.plan(graph, is_followed=self._is_followed(site))
+        def decide(graph: Graph) -> Any:
+            given = self._given_part(graph)
+            return given or self.plan(graph, is_followed=self._is_followed(site))
+
+        return decide
 
     def _compiled(
         self,
@@ -480,7 +517,14 @@ class Backend:
             return
         limit = self.settings.limit
         assert limit is not None, "without a limit no step is looked at"
-        pattern, seen = pattern_of(runs), captured(runs)
+        pattern = pattern_of(runs)
+        if all(
+            (found := run.site.by_place.get((GIVEN, place))) is not None and found.part is run.part
+            for place, run in enumerate(runs)
+        ):
+            self._steps.learn(pattern, None)
+            return
+        seen = captured(runs)
         with _torch.outside_tracing(), generators_kept():
             graph = step(seen, self.settings.cost)
             found = self._known(graph, limit, pattern)
@@ -521,12 +565,15 @@ class Backend:
 
     def _placed(self, site: Site, sizes: Sizes, whole: Whole, place: int) -> Version:
         """The version for a run of a step that was planned as a whole."""
-        key = (whole.number, place)
-        if key not in site.by_place:
-            schedule = whole.parts[place]
-            found = site.with_schedule(schedule)
-            site.by_place[key] = found or self._compiled(site, sizes, lambda graph: schedule)
-        return site.by_place[key]
+        found = site.by_place.get((whole.number, place))
+        if found is None:
+            found = self._with_schedule(site, sizes, whole.parts[place])
+            site.by_place[whole.number, place] = found
+        return found
+
+    def _with_schedule(self, site: Site, sizes: Sizes, schedule: Schedule) -> Version:
+        """The version of a graph that runs a schedule."""
+        return site.with_schedule(schedule) or self._compiled(site, sizes, lambda graph: schedule)
 
     def _warn_of_breaks(self, plan: Plan, seen: Captured) -> None:
         """Says, once, what breaks cost a step that has to recompute."""

@@ -161,12 +161,6 @@ class Plan:
         )
         return tuple(f"{name}." for name in found) or ("",)
 
-    def part_for(self, graph: Graph) -> Schedule | None:
-        """This plan's schedule of `graph`, which is one of those that the step is made of, by
-        itself; None if it is none of them."""
-        parts = (self.part(prefix, graph) for prefix in self.prefixes)
-        return next((part for part in parts if part is not None), None)
-
     def part(self, prefix: str, graph: Graph) -> Schedule | None:
         """The schedule of one of the graphs that the step is made of.
 

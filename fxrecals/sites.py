@@ -74,7 +74,8 @@ class Site:
         context: what Dynamo was tracing.
         versions: what was compiled of it, in order.
         by_sizes: which of them runs at which sizes, or why none does.
-        by_place: which of them runs at which place of a step that was planned as a whole.
+        by_place: which of them runs at which place of which step that was planned as a whole;
+            None where none of them is part of that plan.
         number: tells sites apart, also when they are gone.
     """
 
@@ -85,7 +86,7 @@ class Site:
     context: Any
     versions: list[Version] = field(default_factory=list)
     by_sizes: dict[Sizes, Version | InfeasibleLimitError] = field(default_factory=dict)
-    by_place: dict[tuple[int, int], Version] = field(default_factory=dict)
+    by_place: dict[tuple[int, int], Version | None] = field(default_factory=dict)
     number: int = field(default_factory=lambda: next(_numbers))
 
     @staticmethod

@@ -145,6 +145,30 @@ def smallest_limit(name: str) -> int:
     raise AssertionError("the floor that an error names does not work")
 
 
+@pytest.mark.parametrize("name", ["two graphs", "graphs that run for each layer"])
+def test_a_rewritten_model_keeps_its_limit_from_the_first_step(name: str) -> None:
+    model, x, _ = made(name)
+    wanted = record(model, model, (x,), steps=3)
+    model, x, _ = made(name)
+    floor = fxrecals.plan(model, x, "100%").floor_bytes
+    small = fxrecals.rewrite(model, x, floor)
+    torch.manual_seed(0)
+    small(x).square().mean().backward()
+    assert peak_bytes(step_of(small, once, model, x), model) <= floor
+    assert compare(wanted, record(small, model, (x,), steps=3)) == []
+
+
+def test_two_passes_through_a_rewritten_model_share_its_limit() -> None:
+    model, x, call = made("two passes before one backward")
+    limit = smallest_limit("two passes before one backward")
+    small = fxrecals.rewrite(model, x, limit)
+    step = step_of(small, call, model, x)
+    with quiet():
+        step()
+        step()
+    assert peak_bytes(step, model) <= limit
+
+
 def test_a_step_that_recomputes_says_once_what_its_breaks_cost() -> None:
     model, x, call = made("two graphs")
     compiled, chosen = compiled_within(model, smallest_limit("two graphs"))
