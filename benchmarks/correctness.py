@@ -2,6 +2,7 @@
 
     python -m benchmarks.correctness                 the cases of `tests.cases`
     python -m benchmarks.correctness --zoo zoo.py    and the models of a file with ZOO and build
+    python -m benchmarks.correctness --inductor      and the backend with Inductor at 50 %
     python -m benchmarks.correctness dropout two_halves
 
 For each model, and limits of 100 % and 50 % of the unplanned peak and the floor: whether two steps
@@ -16,7 +17,9 @@ whole model and PyTorch's `activation_memory_budget` leave.
     OVER      more bytes than the limit, in percent
     floor     the limit is under the floor, and refused before anything has run
 
-Each model runs in a process of its own.
+Under Inductor, bits are compared with those of Inductor without a limit, as it draws other random
+numbers than eager, and rounds otherwise. Each model runs in a process of its own. Rows that
+``--rows FILE`` holds already are not run again.
 """
 
 from __future__ import annotations
@@ -45,6 +48,9 @@ Made = tuple[nn.Module, Any, Callable[[Any], Tensor]]
 
 HEADS = ("model", "100 %", "50 %", "floor", "checkpoint", "budget 0.5", "budget 0.0")
 
+INDUCTOR = "Inductor"
+"""Head of the column of ``--inductor``, after that of the floor."""
+
 CLOSE = 1e-5
 """Of the largest value: what rounding in another order may do."""
 
@@ -63,8 +69,8 @@ class Trial:
     def run(self, way: Callable[[nn.Module, Any], Callable[..., Any]]) -> measure.Record:
         """Two steps of what `way` makes of the model."""
         torch._dynamo.reset()
-        subject = Subject("", *self.make())
-        return subject.record(way(subject.model, subject.inputs))
+        self.newest = Subject("", *self.make())
+        return self.newest.record(way(self.newest.model, self.newest.inputs))
 
     def verdict(self, way: Callable[[nn.Module, Any], Callable[..., Any]]) -> str:
         """What two steps leave, in a word."""
@@ -81,30 +87,65 @@ class Trial:
         wrong = far_off(self.eager, found)
         return "close" if not wrong else f"WRONG ({wrong} differ)"
 
-    def within(self, limit: str) -> str:
-        """What fxrecals leaves under a limit."""
+    def within(self) -> list[str]:
+        """What fxrecals leaves at 100 % and 50 % of the unplanned peak, and at the floor."""
         try:
             torch._dynamo.reset()
             model, inputs, _ = self.make()
-            plan = fxrecals.plan(model, inputs, "100%" if limit == "floor" else limit)
-            if limit == "floor":
-                plan = fxrecals.plan(model, inputs, plan.floor_bytes)
-        except fxrecals.InfeasibleLimitError:
-            return "floor"
+            whole = fxrecals.plan(model, inputs, "100%")
         except fxrecals.FxrecalsError as error:
-            return f"refused: {type(error).__name__}"
-        word = self.verdict(lambda model, inputs: fxrecals.rewrite(model, inputs, plan))
-        over = self.over(plan)
-        return word if over <= 0 else f"{word}, OVER {100 * over:.0f} %"
+            return [f"refused: {type(error).__name__}"] * 3
+        return [
+            self.rewritten(whole),
+            self.rewritten(whole.baseline_peak_bytes // 2),
+            self.rewritten(whole.floor_bytes),
+        ]
 
-    def over(self, plan: fxrecals.Plan) -> float:
-        """By what part of the limit the measured peak of activations is above it."""
-        torch._dynamo.reset()
-        subject = Subject("", *self.make())
-        small = fxrecals.rewrite(subject.model, subject.inputs, plan)
-        taken = measure.step_memory(subject.step(small), subject.model)
-        limit = plan.limit_bytes or plan.peak_bytes
-        return taken.activations / limit - 1
+    def rewritten(self, limit: int | fxrecals.Plan) -> str:
+        """What a rewritten model leaves under a limit."""
+        made: list[Callable[..., Any]] = []
+
+        def way(model: nn.Module, inputs: Any) -> Callable[..., Any]:
+            made.append(fxrecals.rewrite(model, inputs, limit))
+            return made[-1]
+
+        word = self.verdict(way)
+        if not made:
+            return "floor" if word == "InfeasibleLimitError" else word
+        limit_bytes = limit if isinstance(limit, int) else limit.limit_bytes
+        return word + self.over(made[-1], limit_bytes or 0)
+
+    def over(self, call: Callable[..., Any], limit_bytes: int) -> str:
+        """By what part of the limit the measured peak of activations of a step is above it."""
+        subject = self.newest
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            taken = measure.step_memory(subject.step(call), subject.model, warmup=1)
+        over = taken.activations / limit_bytes - 1
+        return "" if over <= 0 else f", OVER {100 * over:.0f} %"
+
+    def lowered(self) -> str:
+        """What the backend with Inductor leaves at 50 %, beside Inductor without a limit."""
+        made: list[Callable[..., Any]] = []
+
+        def way(limit: int | str | None) -> Callable[[nn.Module, Any], Callable[..., Any]]:
+            def compiled(model: nn.Module, inputs: Any) -> Callable[..., Any]:
+                made.append(torch.compile(model, backend=fxrecals.backend(limit)))
+                return made[-1]
+
+            return compiled
+
+        try:
+            torch._dynamo.reset()
+            model, inputs, _ = self.make()
+            whole = fxrecals.plan(model, inputs, "100%")
+            limit = max(whole.floor_bytes, whole.baseline_peak_bytes // 2)
+            reference, found = self.run(way(None)), self.run(way(limit))
+        except Exception as error:
+            return type(error).__name__
+        wrong = far_off(reference, found)
+        word = "same" if not measure.compare(reference, found) else "close"
+        return (f"WRONG ({wrong} differ)" if wrong else word) + self.over(made[-1], limit)
 
 
 def far_off(reference: measure.Record, found: measure.Record) -> int:
@@ -150,10 +191,11 @@ def budgeted(budget: float) -> Callable[[nn.Module, Any], Callable[..., Any]]:
     return way
 
 
-def row(name: str, make: Callable[[], Made]) -> list[str]:
+def row(name: str, make: Callable[[], Made], inductor: bool) -> list[str]:
     """A row of the table."""
     trial = Trial(make)
-    cells = [trial.within(limit) for limit in ("100%", "50%", "floor")]
+    cells = trial.within()
+    cells += [trial.lowered()] if inductor else []
     cells.append(trial.verdict(checkpointed))
     cells += [trial.verdict(budgeted(budget)) for budget in (0.5, 0.0)]
     return [name, *cells]
@@ -183,6 +225,8 @@ def in_a_process(name: str, options: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "benchmarks.correctness", "--alone", name]
     if options.zoo is not None:
         command += ["--zoo", str(options.zoo)]
+    if options.inductor:
+        command += ["--inductor"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -197,19 +241,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", metavar="model")
     parser.add_argument("--zoo", type=Path, help="a file with ZOO and build(name)")
+    parser.add_argument("--inductor", action="store_true", help="the backend with Inductor too")
+    parser.add_argument("--rows", type=Path, help="JSON lines: rows that were run, and are added")
     parser.add_argument("--alone", action="store_true", help="one model, here, as JSON")
     options = parser.parse_args()
     found = makers(options.zoo)
     if options.alone:
         warnings.simplefilter("ignore")
         (name,) = options.models
-        print(json.dumps(row(name, found[name])))
+        print(json.dumps(row(name, found[name], options.inductor)))
         return
-    rows: list[list[str]] = []
+    kept = options.rows.read_text().splitlines() if options.rows and options.rows.exists() else []
+    done: dict[str, list[str]] = {line[0]: line for line in map(json.loads, kept)}
     for name in options.models or found:
-        rows.append(in_a_process(name, options))
-        print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
-    print(tabulate(rows, HEADS, tablefmt="github", disable_numparse=True))
+        if name in done:
+            continue
+        done[name] = in_a_process(name, options)
+        print(*done[name], sep=" | ", file=sys.stderr, flush=True)
+        if options.rows:
+            with options.rows.open("a") as file:
+                print(json.dumps(done[name]), file=file)
+    heads = [*HEADS[:4], INDUCTOR, *HEADS[4:]] if options.inductor else HEADS
+    rows = [done[name] for name in options.models or found]
+    print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
 
 
 if __name__ == "__main__":
