@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 from fxrecals import _torch
 from fxrecals.capture import capture
@@ -83,10 +84,10 @@ def test_without_other_processes_each_agrees_with_itself() -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 def test_processes_agree_on_what_the_first_of_them_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
     assert [_torch.agreed("figures", mine) for mine in ("a", "b")] == ["a", "a"]
     assert _torch.agreed("others", "b") == "b"
 
@@ -95,7 +96,7 @@ def test_processes_agree_on_what_the_first_of_them_wrote(monkeypatch: pytest.Mon
 def test_a_store_that_cannot_compare_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.Store)
+    monkeypatch.setattr(c10d, "_get_default_store", c10d.Store)
     assert _torch.agreed("figures", "mine") == "mine"
 
 
