@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-Both trainings start from the same weights; each rank has batches and dropout of its own. Says
-whether all losses and gradients have the same bits, and whether the ranks have the same plan.
+Same weights, batches and dropout of each rank's own. Says whether losses and gradients are equal.
 """
 
 import torch
