@@ -493,6 +493,31 @@ def draws_seed(target: Any) -> bool:
     return str(target).startswith("prims.inductor_seed")
 
 
+# --- several processes (torch 2.13) ------------------------------------------------------------
+
+
+def agreed(key: str, mine: str) -> str:
+    """What the first rank to ask gave for a key; `mine` where this process has no other beside it.
+
+    It waits for no other rank, as a collective would: the first one writes to the store of the
+    default process group, and later ones read. `mine` too where that store cannot do this.
+    `_get_default_store`, read in torch 2.13, `distributed/distributed_c10d.py`.
+
+    >>> agreed("launch_seconds", "1e-6")
+    '1e-6'
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return mine
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    try:
+        return _get_default_store().compare_set(f"fxrecals/{key}", "", mine).decode()
+    except (RuntimeError, AttributeError):  # a store without it, or no store, as under MPI
+        return mine
+
+
 # --- tracing a model (torch 2.13) --------------------------------------------------------------
 
 
@@ -522,6 +547,9 @@ def compile_apart(
 
     `isolate_recompiles` came after torch 2.11 (read in 2.13, `__init__.py`); without it, and for
     the cap on all compilations of a code object, the limits are lifted while it runs.
+
+    Under DistributedDataParallel, Dynamo would cut a graph at the ends of DDP's buckets
+    (`optimize_ddp`): not here, where a plan is one of the whole graph.
     """
     import torch._dynamo
 
@@ -534,6 +562,7 @@ def compile_apart(
         "fail_on_recompile_limit_hit": True,
         "recompile_limit": recompile_limit,
         "accumulated_recompile_limit": 1 << 20,
+        "optimize_ddp": False,
     }
 
     def run(*args: Any, **kwargs: Any) -> Any:

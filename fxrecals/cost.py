@@ -608,6 +608,8 @@ def _leaves(x: Any) -> Iterator[Any]:
 class Measured:
     """Each distinct op is run on its device, and takes the median of its times.
 
+    Ranks of a distributed run take the time that the first of them measured.
+
     Attributes:
         otherwise: prices what cannot run, and counts operations and scratch.
         rounds: how often each op runs.
@@ -638,7 +640,8 @@ class Measured:
             return estimate
         key = signature(call)
         if key not in self._known:
-            self._known[key] = self._measure(call, estimate)
+            mine = self._measure(call, estimate)
+            self._known[key] = float(_torch.agreed(f"seconds-{key}", repr(mine)))
         return self._known[key]
 
     def _measure(self, call: Call, estimate: float) -> float:
@@ -654,15 +657,24 @@ class Measured:
 
 
 def device_figures(device: torch.device, folder: Path | None = None) -> Figures:
-    """The figures of a device: from the cache, or measured and put there."""
+    """The figures of a device: from the cache, or measured and put there.
+
+    Ranks of a distributed run take those of the first among them, for each name of a device: from
+    other figures, they might make other plans.
+    """
     key = hashlib.sha256(f"{torch.__version__} {_device_name(device)}".encode()).hexdigest()[:16]
     path = _cache(folder) / f"device-{key}.json"
     try:
-        return Figures(**_load(path, {}))
+        return _agreed(key, Figures(**_load(path, {})))
     except TypeError:  # nothing there, or written by another version
-        figures = measure(device)
+        figures = _agreed(key, measure(device))
         _store(path, asdict(figures))
         return figures
+
+
+def _agreed(key: str, figures: Figures) -> Figures:
+    """The figures that all ranks use, as the first of them wrote them."""
+    return Figures(**json.loads(_torch.agreed(f"device-{key}", json.dumps(asdict(figures)))))
 
 
 def _cache(folder: Path | None) -> Path:

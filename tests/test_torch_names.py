@@ -5,7 +5,9 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 from fxrecals import _torch
 from fxrecals.capture import capture
@@ -22,6 +24,7 @@ NAMES = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch._functorch._aot_autograd.descriptors", "GradAOTOutput"),
     ("torch.utils.flop_counter", "flop_registry"),
+    ("torch.distributed.distributed_c10d", "_get_default_store"),
 ]
 
 
@@ -37,7 +40,8 @@ def test_the_partitioner_hook_of_inductor_is_there() -> None:
 
 def test_dynamo_has_the_settings_that_a_rewrite_patches() -> None:
     config = importlib.import_module("torch._dynamo.config")
-    for name in ("fail_on_recompile_limit_hit", "recompile_limit", "accumulated_recompile_limit"):
+    limits = ("fail_on_recompile_limit_hit", "recompile_limit", "accumulated_recompile_limit")
+    for name in (*limits, "suppress_errors", "optimize_ddp"):
         assert hasattr(config, name)
 
 
@@ -72,6 +76,28 @@ def test_collectives_are_known_by_their_namespace() -> None:
     target = torch.ops._c10d_functional.all_reduce.default
     assert _torch.is_collective(target)
     assert not _torch.is_collective(torch.ops.aten.mm.default)
+
+
+def test_without_other_processes_each_agrees_with_itself() -> None:
+    assert [_torch.agreed("figures", mine) for mine in ("a", "b")] == ["a", "b"]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_processes_agree_on_what_the_first_of_them_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
+    assert [_torch.agreed("figures", mine) for mine in ("a", "b")] == ["a", "a"]
+    assert _torch.agreed("others", "b") == "b"
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_a_store_that_cannot_compare_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(c10d, "_get_default_store", c10d.Store)
+    assert _torch.agreed("figures", "mine") == "mine"
 
 
 def test_ops_without_results_and_asserts_have_effects() -> None:
