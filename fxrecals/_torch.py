@@ -533,6 +533,15 @@ def break_reason(gm: fx.GraphModule) -> str:
     return f"graph break at {', '.join(frames)}: {reason.reason.partition(chr(10))[0]}"
 
 
+def is_followed(gm: fx.GraphModule) -> bool:
+    """Whether another graph is likely to follow one of Dynamo's in the step: a break ends it, or it
+    is one of those into which a graph was cut for DDP's buckets, which are not told of breaks.
+
+    `compile_subgraph_reason`, read in torch 2.13, `_dynamo/backends/distributed.py`.
+    """
+    return not hasattr(gm, "compile_subgraph_reason") or bool(break_reason(gm))
+
+
 def compile_apart(
     function: Callable[..., Any], backend: Callable[..., Any], recompile_limit: int = 1 << 20
 ) -> Callable[..., Any]:

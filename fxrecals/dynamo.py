@@ -294,6 +294,9 @@ class Backend:
                 found = self._compiled(site, sizes, self._decider(site), example_inputs)
             except InfeasibleLimitError as error:
                 found = error
+                if example_inputs is not None:  # DDP asks AOTAutograd what it found, in any case
+                    self._compiled(site, sizes, Schedule.keeping_everything, example_inputs)
+                    site.versions.clear()
         site.remember(sizes, found)
         return found
 
@@ -399,7 +402,7 @@ class Backend:
 
     def _is_followed(self, site: Site) -> bool:
         """Whether another graph will need room too, and it is not known how much."""
-        return bool(site.reason) and self._sees_steps
+        return site.is_followed and self._sees_steps
 
     def _left(self, graph: Graph, limit: Limit) -> int:
         """Bytes of a limit that are left for a graph."""
@@ -411,8 +414,8 @@ class Backend:
 
         Args:
             graph: the graph.
-            is_followed: whether a break ends it. Another graph then needs room as well: it gets
-                half of what is left, or its floor, until the step can be planned as a whole.
+            is_followed: whether another graph needs room as well: this one gets half of what is
+                left, or its floor, until the step can be planned as a whole.
 
         Raises:
             InfeasibleLimitError: the graph is alone, and its floor is over the limit.
@@ -422,24 +425,22 @@ class Backend:
             return Schedule.keeping_everything(graph)
         allowance = self._allowance(graph, limit)
         if is_followed and isinstance(limit, Limit):
-            left = self._left(graph, limit)
-            try:
-                return self._ask(graph, limit, left // 2)
-            except InfeasibleLimitError as error:
-                if error.floor_bytes <= left:
-                    return self._ask(graph, limit, error.floor_bytes)
+            allowance = self._left(graph, limit)
         try:
-            return self._ask(graph, limit, allowance)
+            return self._ask(
+                graph, limit, allowance // 2 if is_followed and allowance else allowance
+            )
         except InfeasibleLimitError as error:
             if allowance is None:
                 raise
             floor = error.floor_bytes
-            self._warn(
-                graph,
-                f"needs at least {format_bytes(floor)}, and the graphs before it leave "
-                f"{format_bytes(allowance)} of limit={limit}: it is planned at its floor, "
-                f"{format_bytes(floor - allowance)} over what is left",
-            )
+            if floor > allowance:
+                self._warn(
+                    graph,
+                    f"needs at least {format_bytes(floor)}, and the graphs before it leave "
+                    f"{format_bytes(allowance)} of limit={limit}: it is planned at its floor, "
+                    f"{format_bytes(floor - allowance)} over what is left",
+                )
             return self._ask(graph, limit, floor)
 
     def held(self, graph: Graph, planned: Any) -> Held:

@@ -71,6 +71,7 @@ class Site:
         inputs: its inputs, as they were traced.
         mode: `torch.compile`'s.
         reason: the break that ends it, "" where none does.
+        is_followed: whether another graph is likely to run before its backward.
         context: what Dynamo was tracing.
         versions: what was compiled of it, in order.
         by_sizes: which of them runs at which sizes, or why none does.
@@ -83,6 +84,7 @@ class Site:
     inputs: Sequence[Any]
     mode: str | None
     reason: str
+    is_followed: bool
     context: Any
     versions: list[Version] = field(default_factory=list)
     by_sizes: dict[Sizes, Version | InfeasibleLimitError] = field(default_factory=dict)
@@ -93,7 +95,8 @@ class Site:
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Site:
         """The site of a backend's call."""
         inputs = _torch.traced_inputs(gm, example_inputs)
-        return Site(gm, inputs, mode, _torch.break_reason(gm), _torch.tracing_context())
+        reason, followed = _torch.break_reason(gm), _torch.is_followed(gm)
+        return Site(gm, inputs, mode, reason, followed, _torch.tracing_context())
 
     @cached_property
     def _symbols(self) -> Mapping[Any, tuple[int, int | None]]:
