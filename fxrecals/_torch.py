@@ -130,10 +130,22 @@ def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
-    """A Dynamo backend from compilers and a partitioner (torch 2.13)."""
-    from torch._dynamo.backends.common import aot_autograd as make
+    """A Dynamo backend from compilers and a partitioner (torch 2.13).
 
-    return make(**kwargs)
+    Random draws that nobody reads stay in the graph, as they move the generator. Tracing takes
+    them out unless Inductor is told to draw as eager does: `Graph.eliminate_dead_code`, read in
+    torch 2.13, `fx/graph.py`.
+    """
+    from torch._dynamo.backends.common import aot_autograd as make
+    from torch._inductor import config
+
+    traced = make(**kwargs)
+
+    def compile_(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        with config.patch(fallback_random=True):
+            return traced(gm, example_inputs)
+
+    return compile_
 
 
 def run_and_save_rng_state() -> Any:
@@ -209,15 +221,48 @@ def gradient_of(desc: Any) -> Any:
     return getattr(desc, "grad_of", None)
 
 
+UNKNOWN_SIZE = 4096
+"""What a size is taken for that nothing is known of; torch's own partitioner takes the same."""
+
+
 def hint(size: Any) -> int:
     """A size as an int; what it was when traced, where it is symbolic.
 
-    SymNode.hint, read in 2.13. 4096 where nothing is known, as torch's own partitioner takes.
+    Of a size that the data decide it is the most that it can be, and `UNKNOWN_SIZE` for each
+    number in it that may be anything. SymNode.hint, read in 2.13.
     """
     if isinstance(size, int):
         return size
-    known = size.node.hint if size.node.has_hint() else None
-    return 4096 if known is None else int(known)
+    if size.node.has_hint():
+        return int(size.node.hint)
+    most = _most(size)
+    if most is not None:
+        return most
+    return int(_with_hints(size).subs(dict.fromkeys(_with_hints(size).free_symbols, UNKNOWN_SIZE)))
+
+
+def is_unbounded(size: Any) -> bool:
+    """Whether a size is decided by the data, and may be anything for all that tracing knows."""
+    return not isinstance(size, int) and not size.node.has_hint() and _most(size) is None
+
+
+def _most(size: Any) -> int | None:
+    """The most that a size without a hint can be, None if there is no such number.
+
+    ShapeEnv.bound_sympy, read in 2.13. What torch means as infinite may be ``sys.maxsize``.
+    """
+    upper = size.node.shape_env.bound_sympy(_with_hints(size)).upper
+    return int(upper) if upper.is_Integer and upper < 1 << 48 else None
+
+
+def _with_hints(size: Any) -> Any:
+    """The expression of a size, with all numbers in it that have a hint.
+
+    ShapeEnv.backed_var_to_val, read in 2.13; `var_to_val` before.
+    """
+    env = size.node.shape_env
+    newer = hasattr(env, "backed_var_to_val")
+    return size.node.expr.subs(env.backed_var_to_val if newer else env.var_to_val)
 
 
 def input_desc(node: fx.Node) -> Any:
@@ -450,11 +495,18 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-def default_partition(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's partitioner without recompute (torch 2.13, `_functorch/partitioners.py`)."""
+def default_partition(
+    joint: fx.GraphModule, *args: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's partitioner without recompute, for a trace that runs on fake tensors: draws
+    that nobody reads are left out, as it fails on those of several results.
+
+    Read in torch 2.13, `_functorch/partitioners.py`.
+    """
     from torch._functorch.partitioners import default_partition as split
 
-    return split(*args, **kwargs)
+    joint.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
+    return split(joint, *args, **kwargs)
 
 
 def fake(mode: Any, tensor: Tensor, device: torch.device | None) -> Tensor:

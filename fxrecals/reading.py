@@ -23,6 +23,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -77,6 +78,7 @@ def read(
     if not stands_for:
         convolutions.split(joint)
     program = _program(joint, num_fwd_outputs, stands_for)
+    _warn_of_unknown_sizes(program)
     mutated = {*mutated_inputs, *_torch.updated_inputs(joint, num_fwd_outputs)}
     traits = _traits(program, _updated_storages(program, mutated))
     forward = _forward(program, traits)
@@ -305,6 +307,31 @@ def _computes(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "get_attr", "output") and not _is_item(node)
 
 
+def _warn_of_unknown_sizes(program: _Program) -> None:
+    """Says which op makes a tensor whose size is known only when the step runs.
+
+    Sizes that come in from a graph before this one are known when that has run, and are planned
+    for then.
+    """
+
+    def unknown(node: fx.Node) -> set[Any]:
+        vals = [slot.val for slot in program.slots[node] if isinstance(slot.val, Tensor)]
+        found = [val for val in vals if _torch.is_unbounded(val.numel())]
+        return {symbol for val in found for symbol in _torch.free_symbols_of(val)}
+
+    given = {symbol for node in program.placeholders for symbol in unknown(node)}
+    for node in program.calls:
+        if unknown(node) - given:
+            line = source_line(node.meta.get("stack_trace") or "") or "an unknown line"
+            warnings.warn(
+                f"the size of {node.name} ({line}) is known only when the step runs: each such "
+                f"number is counted as {_torch.UNKNOWN_SIZE}, and the limit may not hold beyond; "
+                "torch._check(size <= most) in the model sets the number that is counted",
+                stacklevel=3,
+            )
+            return
+
+
 # --- traits -------------------------------------------------------------------------------------
 
 
@@ -345,6 +372,8 @@ def _is_known(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(node.target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_bitwise in node.target.tags:
+            return False
         return node.target.namespace in ("aten", "prims") and not _torch.is_effectful(node)
     return getattr(node.target, "__module__", "") in _torch.SYM_MODULES
 
