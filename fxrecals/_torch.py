@@ -291,10 +291,12 @@ def is_tagged_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
-def must_be_saved(node: fx.Node) -> bool:
-    """Whether the user's checkpoint policy forbids recompute. meta["recompute"], read in 2.13."""
-    policy = node.meta.get("recompute")
-    return getattr(policy, "name", "") == "MUST_SAVE"
+def checkpoint_policy(node: fx.Node) -> str:
+    """The user's decision on a node in a checkpoint, as `CheckpointPolicy` calls it; "" for none.
+
+    A checkpoint without a policy prefers recompute. meta["recompute"], read in 2.13.
+    """
+    return getattr(node.meta.get("recompute"), "name", "")
 
 
 def mutated_by(desc: Any) -> Any:

@@ -48,6 +48,14 @@ LOSS_SCALAR_BYTES = 16
 PINNED = frozenset({Trait.MUTATES, Trait.RANDOM, Trait.OPAQUE, Trait.COLLECTIVE})
 """Traits of ops that stay in the half of the step in which they were traced."""
 
+POLICIES = {
+    "MUST_SAVE": Trait.MUST_SAVE,
+    "PREFER_SAVE": Trait.PREFER_SAVE,
+    "PREFER_RECOMPUTE": Trait.PREFER_RECOMPUTE,
+    "MUST_RECOMPUTE": Trait.MUST_RECOMPUTE,
+}
+"""Traits by the name of the user's checkpoint policy."""
+
 
 def read(
     joint: fx.GraphModule,
@@ -358,8 +366,9 @@ def _node_traits(
         yield Trait.RANDOM
     if _torch.is_collective(node.target):
         yield Trait.COLLECTIVE
-    if _torch.must_be_saved(node):
-        yield Trait.MUST_SAVE
+    policy = _torch.checkpoint_policy(node)
+    if policy in POLICIES:
+        yield POLICIES[policy]
     stale = not is_view and not sources.isdisjoint(updated)
     if stale and not _only_statistics_are_stale(program, node, updated, escaped):
         yield Trait.OPAQUE

@@ -498,7 +498,9 @@ def products_that_must_be_kept() -> Made:
     return Calls(f), (leaf(8, 32), leaf(32, 32))
 
 
-def _with_policy(policy: CheckpointPolicy) -> Made:
+def with_policy(policy: CheckpointPolicy) -> Made:
+    """A checkpoint whose policy says the same of every op."""
+
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return policy
 
@@ -515,12 +517,12 @@ def _with_policy(policy: CheckpointPolicy) -> Made:
 
 @case
 def all_must_be_kept() -> Made:
-    return _with_policy(CheckpointPolicy.MUST_SAVE)
+    return with_policy(CheckpointPolicy.MUST_SAVE)
 
 
 @case
 def all_must_run_again() -> Made:
-    return _with_policy(CheckpointPolicy.MUST_RECOMPUTE)
+    return with_policy(CheckpointPolicy.MUST_RECOMPUTE)
 
 
 @case

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import fxrecals
 from benchmarks.measure import clear, total
-from tests.cases import Calls, Made, leaf
+from fxrecals.ir import Trait
+from fxrecals.schedule import recomputed
+from tests.cases import Calls, Made, leaf, with_policy
 from tests.helpers import peak_bytes
 
 Call = Callable[..., Any]
@@ -364,6 +366,49 @@ def test_a_number_of_the_model_that_changes_is_that_of_its_forward(way: str) -> 
         first.sum().backward()
         second.sum().backward()
         assert same([x.grad], [y.grad])
+
+
+# --- what users have decided --------------------------------------------------------------------
+
+
+@functools.cache
+def planned(policy: CheckpointPolicy, at_the_floor: bool) -> fxrecals.Plan:
+    torch.manual_seed(0)
+    model, inputs = with_policy(policy)
+    whole = fxrecals.plan(model, inputs, "100%")
+    return fxrecals.plan(model, inputs, whole.floor_bytes) if at_the_floor else whole
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_the_floor", "words"),
+    [
+        (CheckpointPolicy.MUST_SAVE, True, "your checkpoint policy says MUST_SAVE"),
+        (CheckpointPolicy.PREFER_SAVE, True, "run again although your checkpoint policy says"),
+        (CheckpointPolicy.PREFER_RECOMPUTE, False, "that your checkpoints would make again"),
+    ],
+)
+def test_the_report_says_what_became_of_a_policy(
+    policy: CheckpointPolicy, at_the_floor: bool, words: str
+) -> None:
+    assert words in " ".join(repr(planned(policy, at_the_floor)).split())
+
+
+def test_what_follows_a_policy_needs_no_word() -> None:
+    quiet = repr(planned(CheckpointPolicy.PREFER_SAVE, False))
+    assert "policy" not in quiet
+    assert "checkpoints" not in quiet
+
+
+def test_what_must_be_kept_never_runs_again_and_the_error_says_who_keeps_it() -> None:
+    made = planned(CheckpointPolicy.MUST_SAVE, True)
+    again = recomputed(made.graph, made.schedule)
+    assert again, "what is outside of the checkpoint may"
+    assert not any(Trait.MUST_SAVE in made.graph.op(name).traits for name in again)
+    assert made.floor_bytes > planned(CheckpointPolicy.PREFER_SAVE, True).floor_bytes
+    torch.manual_seed(0)
+    with pytest.raises(fxrecals.InfeasibleLimitError, match="by MUST_SAVE") as caught:
+        fxrecals.plan(*with_policy(CheckpointPolicy.MUST_SAVE), made.floor_bytes - 1)
+    assert 0 < caught.value.must_save_bytes < made.floor_bytes
 
 
 # --- limits -------------------------------------------------------------------------------------
