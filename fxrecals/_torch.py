@@ -501,13 +501,16 @@ def default_partition(
     joint: fx.GraphModule, *args: Any, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's partitioner without recompute, for a trace that runs on fake tensors: draws
-    that nobody reads are left out, as it fails on those of several results.
+    that nobody reads are left out, as it fails on those of several results, and so is what the
+    user's checkpoints say, as it fails where they mix.
 
     Read in torch 2.13, `_functorch/partitioners.py`.
     """
     from torch._functorch.partitioners import default_partition as split
 
     joint.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
     return split(joint, *args, **kwargs)
 
 

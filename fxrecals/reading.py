@@ -24,7 +24,7 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxrecals import _torch, convolutions
+from fxrecals import _torch, convolutions, policies
 from fxrecals.cost import Call, Cost, OpCost
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
 
@@ -70,7 +70,8 @@ def read(
 
     Args:
         joint: placeholders are primals, then tangents; every node carries ``meta["val"]``.
-            Backwards of convolutions are split in it, in place: `fxrecals.convolutions`.
+            Backwards of convolutions are split in it, in place: `fxrecals.convolutions`. What the
+            user's checkpoints must not keep is written twice: `fxrecals.policies`.
         num_fwd_outputs: how many of the outputs the forward returns.
         parameter_inputs: indices of the placeholders whose gradients are not charged
             (``static_lifetime_input_indices`` of a partition function).
@@ -90,6 +91,11 @@ def read(
     mutated = {*mutated_inputs, *_torch.updated_inputs(joint, num_fwd_outputs)}
     traits = _traits(program, _updated_storages(program, mutated))
     forward = _forward(program, traits)
+    not_kept = {node for node in forward if _must_run_again(node, traits[node])}
+    if not_kept and policies.run_again(joint, not_kept, *_of_backward(program, traits, forward)):
+        program = _program(joint, num_fwd_outputs, stands_for)
+        traits = _traits(program, _updated_storages(program, mutated))
+        forward = _forward(program, traits)
     order = _order(program, traits, forward)
     gradients = _gradient_storages(program, parameter_inputs)
     prices = cost.price([_call(program, node, traits[node], gradients) for node in order])
@@ -478,6 +484,22 @@ def _only_statistics_are_stale(
     if not set(read).isdisjoint(updated):
         return False
     return all(name not in escaped for name in program.names(node)[3:])
+
+
+def _must_run_again(node: fx.Node, traits: frozenset[Trait]) -> bool:
+    """Whether the user's checkpoints must not keep what an op makes, and it can run twice."""
+    if Trait.MUST_RECOMPUTE not in traits or traits & (PINNED | {Trait.RANDOM}):
+        return False
+    return policies.has_fixed_sizes(node)
+
+
+def _of_backward(
+    program: _Program, traits: Mapping[fx.Node, frozenset[Trait]], forward: Collection[fx.Node]
+) -> tuple[Callable[[fx.Node], bool], Callable[[fx.Node], bool]]:
+    """Whether a node, or what it is an item of, belongs to the backward; whether it is a view."""
+    backward = {node for node in program.calls if node not in forward}
+    views = {node for node in backward if Trait.VIEW in traits[node]}
+    return lambda node: _op_of(node) in backward, lambda node: _op_of(node) in views
 
 
 # --- phases and order ---------------------------------------------------------------------------

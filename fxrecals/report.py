@@ -599,6 +599,12 @@ def _policy_notes(plan: Plan) -> Iterator[str]:
             f"{_counted(len(kept), 'value', 'is', 'are')} kept, as the limit allows it, that your "
             f"checkpoints would make again: {format_bytes(sum(kept))}"
         )
+    demanded = sum(Trait.MUST_RECOMPUTE in op.traits for op in graph.backward)
+    if demanded:
+        yield (
+            f"{_counted(demanded, 'op', 'runs', 'run')} twice because your checkpoint policy says "
+            f"{Trait.MUST_RECOMPUTE.name}: both columns count it"
+        )
     wish = Trait.PREFER_SAVE
     again = schedules.recomputed(graph, plan.schedule)
     count = sum(wish in graph.op(name).traits for name in again)

@@ -526,6 +526,30 @@ def all_must_run_again() -> Made:
 
 
 @case
+def some_must_run_again_and_some_had_better_stay() -> Made:
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.PREFER_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n, self.l, self.o = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def block(self, x: Tensor) -> Tensor:
+            a, b, c = self.l(self.n(x)).split(16, -1)
+            h = F.dropout(a.sin() * b.tanh(), 0.3, True).view(32, 2, 8).exp()
+            return self.o(h.reshape(32, 16) * c).sin()
+
+        def forward(self, x: Tensor) -> Any:
+            contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+            made: Any = checkpoint(self.block, x.exp(), use_reentrant=False, context_fn=contexts)
+            return made.cos()
+
+    return Mixed(), (leaf(32, 16),)
+
+
+@case
 def a_checkpoint_around_everything() -> Made:
     def f(x: Tensor) -> Any:
         made: Any = checkpoint(lambda t: t.sinh().tanh().cosh(), x, use_reentrant=False)

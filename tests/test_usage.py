@@ -106,9 +106,7 @@ def forwards_before_backwards(call: Call, model: nn.Module, x: Tensor) -> Sequen
 
 def gradients_of_some(call: Call, model: nn.Module, x: Tensor) -> Sequence[Tensor]:
     a, b = call(x)
-    weight, bias = model.a.weight, model.c.bias
-    assert isinstance(weight, Tensor)
-    assert isinstance(bias, Tensor)
+    weight, bias = model.get_parameter("a.weight"), model.get_parameter("c.bias")
     both = torch.autograd.grad(total((a, b)), [weight, bias], retain_graph=True)
     return [*both, *torch.autograd.grad(a.sum(), [x, weight])]
 
@@ -362,7 +360,8 @@ def test_a_number_of_the_model_that_changes_is_that_of_its_forward(way: str) -> 
     call = called(way, model, y, 1 << 20)
     for _ in range(3):
         first, second = plain(x), call(y)
-        plain(x), call(y)
+        for again in (plain(x), call(y)):
+            assert again.requires_grad
         first.sum().backward()
         second.sum().backward()
         assert same([x.grad], [y.grad])
@@ -397,6 +396,15 @@ def test_what_follows_a_policy_needs_no_word() -> None:
     quiet = repr(planned(CheckpointPolicy.PREFER_SAVE, False))
     assert "policy" not in quiet
     assert "checkpoints" not in quiet
+
+
+def test_what_must_run_again_does_so_at_every_limit_and_is_not_kept() -> None:
+    for at_the_floor in (False, True):
+        made = planned(CheckpointPolicy.MUST_RECOMPUTE, at_the_floor)
+        assert not any(
+            Trait.MUST_RECOMPUTE in made.graph.producer[name].traits for name in made.saved
+        )
+        assert "run twice because your checkpoint policy says" in " ".join(repr(made).split())
 
 
 def test_what_must_be_kept_never_runs_again_and_the_error_says_who_keeps_it() -> None:
