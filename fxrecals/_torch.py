@@ -132,10 +132,22 @@ def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
-    """A Dynamo backend from compilers and a partitioner (torch 2.13)."""
-    from torch._dynamo.backends.common import aot_autograd as make
+    """A Dynamo backend from compilers and a partitioner (torch 2.13).
 
-    return make(**kwargs)
+    Random draws that nobody reads stay in the graph, as they move the generator. Tracing takes
+    them out unless Inductor is told to draw as eager does: `Graph.eliminate_dead_code`, read in
+    torch 2.13, `fx/graph.py`.
+    """
+    from torch._dynamo.backends.common import aot_autograd as make
+    from torch._inductor import config
+
+    traced = make(**kwargs)
+
+    def compile_(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        with config.patch(fallback_random=True):
+            return traced(gm, example_inputs)
+
+    return compile_
 
 
 def run_and_save_rng_state() -> Any:
@@ -225,15 +237,17 @@ def sizes_known(sizes: Mapping[Any, int]) -> Iterator[None]:
         _sizes.reset(token)
 
 
+UNKNOWN_SIZE = 4096
+"""What a size is taken for that nothing is known of; torch's own partitioner takes the same."""
+
+
 def hint(size: Any) -> int:
     """A size as an int. Where it is symbolic: by `sizes_known`, or what it was when traced.
 
-    SymNode.hint, read in 2.13. A size that depends on data is taken at its upper bound, and at
-    4096 where it has none, as torch's own partitioner takes it.
+    Of a size that the data decide it is the most that it can be, and `UNKNOWN_SIZE` for each
+    number in it that may be anything. SymNode.hint, read in 2.13.
     """
-    if isinstance(size, int):
-        return size
-    if isinstance(size, (float, bool)):
+    if isinstance(size, (int, float)):
         return int(size)
     sizes = _sizes.get()
     if sizes:
@@ -242,17 +256,35 @@ def hint(size: Any) -> int:
             return int(known)
     if size.node.has_hint():
         return int(size.node.hint)
-    return _upper_bound(size)
+    most = _most(size)
+    if most is not None:
+        return most
+    return int(_with_hints(size).subs(dict.fromkeys(_with_hints(size).free_symbols, UNKNOWN_SIZE)))
 
 
-UNKNOWN_SIZE = 4096
-"""Of a size of which nothing is known."""
+def is_unbounded(size: Any) -> bool:
+    """Whether a size is decided by the data, and may be anything for all that tracing knows."""
+    return not isinstance(size, int) and not size.node.has_hint() and _most(size) is None
 
 
-def _upper_bound(size: Any) -> int:
-    """What a size that depends on data can be at most. `ShapeEnv.bound_sympy`, read in 2.13."""
-    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
-    return int(upper) if upper.is_finite and upper < 2**48 else UNKNOWN_SIZE
+def _most(size: Any) -> int | None:
+    """The most that a size without a hint can be, None if there is no such number.
+
+    ShapeEnv.bound_sympy, read in 2.13. What torch means as infinite may be ``sys.maxsize``.
+    """
+    upper = size.node.shape_env.bound_sympy(_with_hints(size)).upper
+    return int(upper) if upper.is_Integer and upper < 1 << 48 else None
+
+
+def _with_hints(size: Any) -> Any:
+    """The expression of a size, with all numbers in it that are known or have a hint.
+
+    ShapeEnv.backed_var_to_val, read in 2.13; `var_to_val` before.
+    """
+    env = size.node.shape_env
+    newer = hasattr(env, "backed_var_to_val")
+    known = size.node.expr.xreplace(_sizes.get())
+    return known.subs(env.backed_var_to_val if newer else env.var_to_val)
 
 
 def size_symbols(inputs: Sequence[Any]) -> dict[Any, tuple[int, int | None]]:
@@ -350,10 +382,12 @@ def is_tagged_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
-def must_be_saved(node: fx.Node) -> bool:
-    """Whether the user's checkpoint policy forbids recompute. meta["recompute"], read in 2.13."""
-    policy = node.meta.get("recompute")
-    return getattr(policy, "name", "") == "MUST_SAVE"
+def checkpoint_policy(node: fx.Node) -> str:
+    """The user's decision on a node in a checkpoint, as `CheckpointPolicy` calls it; "" for none.
+
+    A checkpoint without a policy prefers recompute. meta["recompute"], read in 2.13.
+    """
+    return getattr(node.meta.get("recompute"), "name", "")
 
 
 def mutated_by(desc: Any) -> Any:
@@ -592,11 +626,21 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-def default_partition(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's partitioner without recompute (torch 2.13, `_functorch/partitioners.py`)."""
+def default_partition(
+    joint: fx.GraphModule, *args: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's partitioner without recompute, for a trace that runs on fake tensors: draws
+    that nobody reads are left out, as it fails on those of several results, and so is what the
+    user's checkpoints say, as it fails where they mix.
+
+    Read in torch 2.13, `_functorch/partitioners.py`.
+    """
     from torch._functorch.partitioners import default_partition as split
 
-    return split(*args, **kwargs)
+    joint.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
+    return split(joint, *args, **kwargs)
 
 
 def fake(mode: Any, tensor: Tensor, device: torch.device | None) -> Tensor:

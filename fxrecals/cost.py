@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -468,7 +469,8 @@ def signature(call: Call) -> str:
 def _sign(x: Any) -> Any:
     if isinstance(x, Tensor):
         shape, strides = map(_torch.hint, x.shape), map(_torch.hint, x.stride())
-        return ("tensor", tuple(shape), tuple(strides), str(x.dtype), x.device.type)
+        filled = "ones" if x.dtype is torch.bool else "zeros"
+        return (filled, tuple(shape), tuple(strides), str(x.dtype), x.device.type)
     if isinstance(x, (tuple, list)):
         return [_sign(y) for y in x]
     if isinstance(x, torch.SymInt):
@@ -479,8 +481,8 @@ def _sign(x: Any) -> Any:
 def measure_scratch(calls: Mapping[str, Call]) -> dict[str, int]:
     """Bytes that each call allocates and frees within one run, beside its outputs.
 
-    Runs each once, on inputs of zeros. A call that does not run has none. Nothing is found while
-    another profiler is running.
+    Runs each once, on inputs of zeros, and on masks that select all. A call that does not run has
+    none. Nothing is found while another profiler is running.
     """
     sized = {key: call for key, call in calls.items() if _input_bytes(call) <= LARGEST_BYTES}
     on_cpu = {key: call for key, call in sized.items() if call.device.type == "cpu"}
@@ -571,10 +573,14 @@ def _device_scratch(call: Call) -> int:
 
 
 def realize(x: Any) -> Any:
-    """Real tensors of zeros for fake ones, laid out alike; everything else as it is."""
+    """Real tensors for fake ones, laid out alike; everything else as it is.
+
+    Zeros, and True where they are masks: what a mask selects is then the most that it can be.
+    """
     if isinstance(x, Tensor):
         shape, strides = [_torch.hint(n) for n in x.shape], [_torch.hint(n) for n in x.stride()]
-        return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).zero_()
+        made = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        return made.fill_(x.dtype is torch.bool)
     if isinstance(x, (list, tuple)):
         return type(x)(realize(y) for y in x)
     if isinstance(x, dict):
@@ -584,10 +590,14 @@ def realize(x: Any) -> Any:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leaves the process's random generators as they were."""
+    """Leaves the process's random generators as they were, NumPy's too."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        yield
+    before = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        np.random.set_state(before)
 
 
 def _leaves(x: Any) -> Iterator[Any]:

@@ -69,6 +69,8 @@ class InfeasibleLimitError(FxrecalsError):
         device_floors: where each device has a limit, limits that work together, as pairs.
         lowest_bytes: proved: no schedule of the ops in their order stays below it; 0 where nothing
             is proved.
+        must_save_bytes: at the floor, bytes that are kept from forward to backward because the
+            user's checkpoint policy says MUST_SAVE.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class InfeasibleLimitError(FxrecalsError):
         peak: str = "activations",
         lowest_bytes: int = 0,
         device_floors: tuple[tuple[str, int], ...] = (),
+        must_save_bytes: int = 0,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.floor_bytes = floor_bytes
@@ -92,12 +95,13 @@ class InfeasibleLimitError(FxrecalsError):
         self.peak = peak
         self.lowest_bytes = lowest_bytes
         self.device_floors = device_floors
+        self.must_save_bytes = must_save_bytes
         super().__init__(_infeasible(self))
 
     def bounding(self, peak: str) -> InfeasibleLimitError:
         """The same error, of a limit on `peak`."""
         where = self.op, self.module, self.source, self.device
-        rest = self.lowest_bytes, self.device_floors
+        rest = self.lowest_bytes, self.device_floors, self.must_save_bytes
         return InfeasibleLimitError(self.limit_bytes, self.floor_bytes, *where, peak, *rest)
 
 
@@ -130,8 +134,15 @@ def _infeasible(error: InfeasibleLimitError) -> str:
         works = "limits that work together are those of the floor"
     return (
         f"limit {limit}{bounded}{on_device} is below the floor of {floor}{_set_by(error)}; "
-        f"{_proved(error)}{works} (limit={pasted}{option})"
+        f"{_proved(error)}{works} (limit={pasted}{option}){_must_save(error)}"
     )
+
+
+def _must_save(error: InfeasibleLimitError) -> str:
+    if not error.must_save_bytes:
+        return ""
+    kept = format_bytes(error.must_save_bytes)
+    return f"; your checkpoint policy keeps {kept} by MUST_SAVE: PREFER_SAVE may get by with less"
 
 
 def _proved(error: InfeasibleLimitError) -> str:

@@ -55,6 +55,9 @@ class Trait(str, Enum):
     OPAQUE = "opaque"  # not known to be pure
     COLLECTIVE = "collective"  # talks to other processes
     MUST_SAVE = "must_save"  # the user asked that it not run again
+    PREFER_SAVE = "prefer_save"  # the user would rather have it kept
+    PREFER_RECOMPUTE = "prefer_recompute"  # the user would rather have it run again
+    MUST_RECOMPUTE = "must_recompute"  # the user asked that it not be kept
     CALLER = "caller"  # not in the graph: what the caller does between forward and backward
 
 

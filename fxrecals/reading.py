@@ -23,7 +23,8 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxrecals import _torch, convolutions
+from fxrecals import _torch, convolutions, policies
 from fxrecals.cost import Call, Cost, OpCost
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
 
@@ -47,6 +48,14 @@ LOSS_SCALAR_BYTES = 16
 PINNED = frozenset({Trait.MUTATES, Trait.RANDOM, Trait.OPAQUE, Trait.COLLECTIVE})
 """Traits of ops that stay in the half of the step in which they were traced."""
 
+POLICIES = {
+    "MUST_SAVE": Trait.MUST_SAVE,
+    "PREFER_SAVE": Trait.PREFER_SAVE,
+    "PREFER_RECOMPUTE": Trait.PREFER_RECOMPUTE,
+    "MUST_RECOMPUTE": Trait.MUST_RECOMPUTE,
+}
+"""Traits by the name of the user's checkpoint policy."""
+
 
 def read(
     joint: fx.GraphModule,
@@ -61,7 +70,8 @@ def read(
 
     Args:
         joint: placeholders are primals, then tangents; every node carries ``meta["val"]``.
-            Backwards of convolutions are split in it, in place: `fxrecals.convolutions`.
+            Backwards of convolutions are split in it, in place: `fxrecals.convolutions`. What the
+            user's checkpoints must not keep is written twice: `fxrecals.policies`.
         num_fwd_outputs: how many of the outputs the forward returns.
         parameter_inputs: indices of the placeholders whose gradients are not charged
             (``static_lifetime_input_indices`` of a partition function).
@@ -77,9 +87,15 @@ def read(
     if not stands_for:
         convolutions.split(joint)
     program = _program(joint, num_fwd_outputs, stands_for)
+    _warn_of_unknown_sizes(program)
     mutated = {*mutated_inputs, *_torch.updated_inputs(joint, num_fwd_outputs)}
     traits = _traits(program, _updated_storages(program, mutated))
     forward = _forward(program, traits)
+    not_kept = {node for node in forward if _must_run_again(node, traits[node])}
+    if not_kept and policies.run_again(joint, not_kept, *_of_backward(program, traits, forward)):
+        program = _program(joint, num_fwd_outputs, stands_for)
+        traits = _traits(program, _updated_storages(program, mutated))
+        forward = _forward(program, traits)
     order = _order(program, traits, forward)
     gradients = _gradient_storages(program, parameter_inputs)
     prices = cost.price([_call(program, node, traits[node], gradients) for node in order])
@@ -305,6 +321,31 @@ def _computes(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "get_attr", "output") and not _is_item(node)
 
 
+def _warn_of_unknown_sizes(program: _Program) -> None:
+    """Says which op makes a tensor whose size is known only when the step runs.
+
+    Sizes that come in from a graph before this one are known when that has run, and are planned
+    for then.
+    """
+
+    def unknown(node: fx.Node) -> set[Any]:
+        vals = [slot.val for slot in program.slots[node] if isinstance(slot.val, Tensor)]
+        found = [val for val in vals if _torch.is_unbounded(val.numel())]
+        return {symbol for val in found for symbol in _torch.free_symbols_of(val)}
+
+    given = {symbol for node in program.placeholders for symbol in unknown(node)}
+    for node in program.calls:
+        if unknown(node) - given:
+            line = source_line(node.meta.get("stack_trace") or "") or "an unknown line"
+            warnings.warn(
+                f"the size of {node.name} ({line}) is known only when the step runs: each such "
+                f"number is counted as {_torch.UNKNOWN_SIZE}, and the limit may not hold beyond; "
+                "torch._check(size <= most) in the model sets the number that is counted",
+                stacklevel=3,
+            )
+            return
+
+
 # --- traits -------------------------------------------------------------------------------------
 
 
@@ -331,8 +372,9 @@ def _node_traits(
         yield Trait.RANDOM
     if _torch.is_collective(node.target):
         yield Trait.COLLECTIVE
-    if _torch.must_be_saved(node):
-        yield Trait.MUST_SAVE
+    policy = _torch.checkpoint_policy(node)
+    if policy in POLICIES:
+        yield POLICIES[policy]
     stale = not is_view and not sources.isdisjoint(updated)
     if stale and not _only_statistics_are_stale(program, node, updated, escaped):
         yield Trait.OPAQUE
@@ -345,6 +387,8 @@ def _is_known(node: fx.Node) -> bool:
     if node.op != "call_function" or _torch.draws_seed(node.target):
         return False  # Inductor's seeds are drawn once: what is random from one can run again
     if isinstance(node.target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_bitwise in node.target.tags:
+            return False
         return node.target.namespace in ("aten", "prims") and not _torch.is_effectful(node)
     return getattr(node.target, "__module__", "") in _torch.SYM_MODULES
 
@@ -440,6 +484,22 @@ def _only_statistics_are_stale(
     if not set(read).isdisjoint(updated):
         return False
     return all(name not in escaped for name in program.names(node)[3:])
+
+
+def _must_run_again(node: fx.Node, traits: frozenset[Trait]) -> bool:
+    """Whether the user's checkpoints must not keep what an op makes, and it can run twice."""
+    if Trait.MUST_RECOMPUTE not in traits or traits & (PINNED | {Trait.RANDOM}):
+        return False
+    return policies.has_fixed_sizes(node)
+
+
+def _of_backward(
+    program: _Program, traits: Mapping[fx.Node, frozenset[Trait]], forward: Collection[fx.Node]
+) -> tuple[Callable[[fx.Node], bool], Callable[[fx.Node], bool]]:
+    """Whether a node, or what it is an item of, belongs to the backward; whether it is a view."""
+    backward = {node for node in program.calls if node not in forward}
+    views = {node for node in backward if Trait.VIEW in traits[node]}
+    return lambda node: _op_of(node) in backward, lambda node: _op_of(node) in views
 
 
 # --- phases and order ---------------------------------------------------------------------------

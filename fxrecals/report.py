@@ -41,7 +41,7 @@ WHY_ONCE = {
     Trait.MUTATES: "it writes to an input",
     Trait.OPAQUE: "not known to be pure",
     Trait.COLLECTIVE: "it talks to other processes",
-    Trait.MUST_SAVE: "the model's checkpoint policy",
+    Trait.MUST_SAVE: "your checkpoint policy says MUST_SAVE",
     Trait.CALLER: "made between two graphs",
 }
 """The traits that forbid a second run, in words."""
@@ -590,6 +590,50 @@ def _profile(plan: Plan, timeline: Timeline, columns: int) -> list[int]:
     return found
 
 
+def _policy_notes(plan: Plan) -> Iterator[str]:
+    """How far the plan follows what the user's checkpoints ask for."""
+    graph = plan.graph
+    kept = _kept_of_checkpoints(plan)
+    if kept:
+        yield (
+            f"{_counted(len(kept), 'value', 'is', 'are')} kept, as the limit allows it, that your "
+            f"checkpoints would make again: {format_bytes(sum(kept))}"
+        )
+    demanded = sum(Trait.MUST_RECOMPUTE in op.traits for op in graph.backward)
+    if demanded:
+        yield (
+            f"{_counted(demanded, 'op', 'runs', 'run')} twice because your checkpoint policy says "
+            f"{Trait.MUST_RECOMPUTE.name}: both columns count it"
+        )
+    wish = Trait.PREFER_SAVE
+    again = schedules.recomputed(graph, plan.schedule)
+    count = sum(wish in graph.op(name).traits for name in again)
+    if count:
+        yield (
+            f"{_counted(count, 'op', 'runs', 'run')} again although your checkpoint policy says "
+            f"{wish.name}: a higher limit keeps what they make"
+        )
+
+
+def _kept_of_checkpoints(plan: Plan) -> list[int]:
+    """Bytes of each storage that is kept for the backward alone, and that a checkpoint would make
+    again."""
+    graph = plan.graph
+    wishes = {Trait.PREFER_RECOMPUTE, Trait.MUST_RECOMPUTE}
+    held = {graph.values[name].storage for name in graph.outputs}
+    makers = {storage: op for op in reversed(graph.forward) for storage in _made(graph, op)}
+    return [
+        values[0].nbytes
+        for storage, values in _between(graph, plan.schedule).items()
+        if storage not in held and makers[storage].traits & wishes
+        if values[0].kind is not Kind.RNG_STATE
+    ]
+
+
+def _counted(count: int, what: str, one: str, many: str) -> str:
+    return f"{count} {what}s {many}" if count > 1 else f"{count} {what} {one}"
+
+
 def _notes(plan: Plan) -> str:
     return "\n".join(
         textwrap.fill(
@@ -599,7 +643,7 @@ def _notes(plan: Plan) -> str:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for note in plan.notes
+        for note in (*plan.notes, *_policy_notes(plan))
     )
 
 

@@ -117,6 +117,76 @@ def an_op_of_the_user_that_draws() -> Made:
     return Calls(lambda x, w: noisy(torch.tanh(x * w)).sin()), (leaf(16, 8), torch.randn(16, 8))
 
 
+@case
+def draws_from_a_generator_of_its_own() -> Made:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l, self.drawn = nn.Linear(16, 16), torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.l(x))
+            h = h * torch.rand(h.shape, generator=self.drawn)
+            m = torch.bernoulli(torch.full_like(h, 0.5), generator=self.drawn)
+            # The last draw is returned: it shows in which state the others left the generator.
+            return torch.tanh(self.l(h.exp())) * m, torch.rand(4, generator=self.drawn)
+
+    return Own(), (leaf(32, 16),)
+
+
+@case
+def draws_that_nobody_reads() -> Made:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        torch.rand(5)
+        h = F.dropout(torch.tanh(x @ w), 0.5, True).exp()
+        F.dropout(h, 0.5, True)
+        return F.dropout(h.sin(), 0.3, True)
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
+@case
+def draws_in_an_order_of_their_own() -> Made:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        early, h = torch.rand(16, 16), torch.tanh(x @ w)
+        h, noise = F.dropout(h, 0.5, True).exp(), torch.randn(32, 16)
+        late = torch.sin(h @ early) * F.dropout(noise, 0.3, True)
+        return F.dropout(late.exp().tanh(), 0.1, True) + torch.randn_like(late) * late.cos()
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
+class NoisyGradient(torch.autograd.Function):
+    """``exp``, with random numbers in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.exp() + torch.randn_like(grads[0])
+
+
+@case
+def draws_in_the_backward() -> Made:
+    def f(x: Tensor, w: Tensor) -> Any:
+        return NoisyGradient.apply(torch.tanh(F.dropout(x @ w, 0.5, True)))
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
+@case
+def a_seed_set_within() -> Made:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return F.dropout(torch.tanh(x @ w).exp(), 0.5, True).sin()
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
 # --- mutation and aliases -----------------------------------------------------------------------
 
 
@@ -297,6 +367,60 @@ def decisions_with_ties() -> Made:
 
 
 @case
+def sorted_with_ties() -> Made:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        scores = torch.relu(x @ w).round()
+        values, order = scores.sort(dim=-1)
+        stable, kept = scores.sort(dim=-1, descending=True, stable=True)
+        middle, where = scores.median(-1, keepdim=True)
+        others = scores.kthvalue(2, -1)[0] * scores.mode(-1)[0] * scores.max(-1)[0]
+        h = torch.tanh(x).gather(1, order) * values.exp() + x.sin().gather(1, kept) * stable.cos()
+        return h.sin() * others.unsqueeze(1).cos() + (x.gather(1, where) * middle).sigmoid()
+
+    return Calls(f), (leaf(32, 8), leaf(8, 8))
+
+
+@case
+def rows_added_up_by_index() -> Made:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        h, i = torch.tanh(x @ w).exp(), torch.arange(32)
+        o = torch.zeros(4, 16).index_add(0, i % 4, h)
+        e = h.scatter_add(0, (i % 3).unsqueeze(1).expand(32, 16), h.sin())
+        p = torch.zeros(4, 16).index_put((i % 4,), e.cumsum(0).exp().tanh(), accumulate=True)
+        return (o.sin() + p.exp()).tanh()
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
+def of_any_size(make: Callable[[], Made]) -> Callable[[], Made]:
+    """A case whose sizes the data decide, traced as one graph."""
+    CASES[f"{make.__name__}_in_one_graph"] = CASES[make.__name__]
+    return make
+
+
+@of_any_size
+@case
+def a_number_of_rows_that_the_data_decide() -> Made:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.tanh(x @ w)
+        i = (h > 0).nonzero()
+        t = h.exp()[i[:, 0], i[:, 1]]
+        return (t * t.sin()).sum() + x.exp().sum()
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
+@of_any_size
+@case
+def values_that_a_mask_selects() -> Made:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.tanh(x @ w).exp()
+        return h[h > 1].sin().sum()
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
+@case
 def complex_numbers() -> Made:
     def f(x: Tensor) -> Tensor:
         h = torch.fft.fft(torch.tanh(x))
@@ -314,6 +438,23 @@ def doubles_and_halves() -> Made:
 
 
 @case
+def whole_model_in_bfloat16() -> Made:
+    blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.LayerNorm(16))
+    return model.bfloat16(), (leaf(32, 16, dtype=torch.bfloat16),)
+
+
+@case
+def eight_bits_in_between() -> Made:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.tanh(x @ w).exp()
+        q = h.to(torch.float8_e4m3fn).float() * h
+        return q.sin().to(torch.float8_e5m2).float() * h.cos()
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
+@case
 def channels_last() -> Made:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.GELU())
     to: Any = model.to
@@ -328,6 +469,12 @@ def scalars_empties_and_whole_numbers() -> Made:
         return h.exp() + nothing.sum(), torch.cat([nothing, x.flatten().sin()])
 
     return Calls(f), (leaf(), torch.arange(4), torch.empty(0))
+
+
+@case
+def a_large_embedding() -> Made:
+    layers = (m for _ in range(2) for m in (nn.Linear(16, 16), nn.GELU()))
+    return nn.Sequential(nn.Embedding(5000, 16), *layers), (torch.randint(5000, (8, 16)),)
 
 
 # --- what users have decided, and breaks --------------------------------------------------------
@@ -349,6 +496,75 @@ def products_that_must_be_kept() -> Made:
         return made.cos()
 
     return Calls(f), (leaf(8, 32), leaf(32, 32))
+
+
+def with_policy(policy: CheckpointPolicy) -> Made:
+    """A checkpoint whose policy says the same of every op."""
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return policy
+
+    def g(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sin(torch.tanh(torch.sin(x @ w) @ w).exp())
+
+    def f(x: Tensor, w: Tensor) -> Any:
+        contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+        made: Any = checkpoint(g, x.exp(), w, use_reentrant=False, context_fn=contexts)
+        return made.cos()
+
+    return Calls(f), (leaf(32, 16), leaf(16, 16))
+
+
+@case
+def all_must_be_kept() -> Made:
+    return with_policy(CheckpointPolicy.MUST_SAVE)
+
+
+@case
+def all_must_run_again() -> Made:
+    return with_policy(CheckpointPolicy.MUST_RECOMPUTE)
+
+
+@case
+def some_must_run_again_and_some_had_better_stay() -> Made:
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.PREFER_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n, self.l, self.o = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def block(self, x: Tensor) -> Tensor:
+            a, b, c = self.l(self.n(x)).split(16, -1)
+            h = F.dropout(a.sin() * b.tanh(), 0.3, True).view(32, 2, 8).exp()
+            return self.o(h.reshape(32, 16) * c).sin()
+
+        def forward(self, x: Tensor) -> Any:
+            contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+            made: Any = checkpoint(self.block, x.exp(), use_reentrant=False, context_fn=contexts)
+            return made.cos()
+
+    return Mixed(), (leaf(32, 16),)
+
+
+@case
+def a_checkpoint_around_everything() -> Made:
+    def f(x: Tensor) -> Any:
+        made: Any = checkpoint(lambda t: t.sinh().tanh().cosh(), x, use_reentrant=False)
+        return made.sum()
+
+    return Calls(f), (leaf(32, 32),)
+
+
+@case
+def a_reentrant_checkpoint() -> Made:
+    def f(x: Tensor) -> Any:
+        made: Any = checkpoint(lambda t: t.sinh().tanh().cosh(), x.exp(), use_reentrant=True)
+        return made.sin()
+
+    return Calls(f), (leaf(32, 32),)
 
 
 @case

@@ -21,14 +21,16 @@ SCALARS = 64
 OUTSIDE = {"outputs_that_share_memory": 256}
 """Bytes that autograd takes outside the graphs: for the backward of a view that was handed out."""
 
-BROKEN = {"a_break_within", "two_halves"}
+BROKEN = {"a_break_within", "two_halves", "a_number_of_rows_that_the_data_decide"}
 """Cases of several graphs: a backend warns of the first step, and of what breaks cost."""
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
+def _compiled_anew(request: pytest.FixtureRequest) -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    whole = "in_one_graph" in request.node.name
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=whole):
+        yield
     torch._dynamo.reset()
 
 

@@ -80,7 +80,8 @@ def test_a_gradient_and_its_views_count_once() -> None:
 @pytest.mark.parametrize("trait", Trait)
 def test_only_a_pure_forward_op_may_run_again(trait: Trait) -> None:
     op = dataclasses.replace(F, traits=frozenset({trait}))
-    assert op.may_run_again == (trait in (Trait.RANDOM, Trait.VIEW))
+    wishes = (Trait.PREFER_SAVE, Trait.PREFER_RECOMPUTE, Trait.MUST_RECOMPUTE)
+    assert op.may_run_again == (trait in (Trait.RANDOM, Trait.VIEW, *wishes))
     assert op.may_run_again == (trait not in ONCE)
     assert not G.may_run_again
 

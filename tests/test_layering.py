@@ -25,6 +25,7 @@ LAYERS = {
         {"rng"},
         {"cost"},
         {"convolutions"},
+        {"policies"},
         {"reading"},
         {"capture"},
         {"halves"},

@@ -20,6 +20,8 @@ from math import inf
 from time import monotonic
 
 from fxrecals.errors import InfeasibleLimitError
+from fxrecals.ir import Trait, is_charged
+from fxrecals.schedule import saved
 from fxrecals.solve import bound, exact, greedy, refine
 from fxrecals.solve.chain import Chain, cuts, dearest
 from fxrecals.solve.problem import Problem
@@ -394,4 +396,13 @@ def infeasible(frontier: Frontier, limit: int) -> InfeasibleLimitError:
         device=load.device,
         device_floors=floors if load.device else (),
         lowest_bytes=max(0, frontier.relaxations[row].lowest_peak - load.offset),
+        must_save_bytes=_must_save_bytes(frontier),
     )
+
+
+def _must_save_bytes(frontier: Frontier) -> int:
+    """What the floor keeps because the user's checkpoint policy says so."""
+    graph = frontier.problem.graph
+    kept = saved(graph, frontier.problem.schedule(frontier.floor.runs))
+    ours = (graph.values[name] for name in kept if Trait.MUST_SAVE in graph.producer[name].traits)
+    return sum({value.storage: value.nbytes for value in ours if is_charged(value)}.values())
