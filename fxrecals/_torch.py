@@ -317,18 +317,15 @@ def traced_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any
     ]
 
 
-def tracing_context() -> Any:
-    """What is being traced, None outside of a backend's call. `torch._guards`, read in 2.13."""
-    from torch._guards import TracingContext
+def traced_again(inputs: Sequence[Any]) -> Any:
+    """A context manager: as if a backend were called by Dynamo with these fake inputs.
 
-    return TracingContext.try_get()
+    A context of its own, as that of the first call may be one of the parts into which a graph was
+    cut for DDP, whose compilations are counted. `torch._guards`, read in torch 2.13.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
 
-
-def traced_again(context: Any) -> Any:
-    """A context manager: back to tracing what `tracing_context` gave (torch 2.13)."""
-    from torch._guards import tracing
-
-    return tracing(context)
+    return tracing(TracingContext(detect_fake_mode(list(inputs))))
 
 
 def place_in_arguments(desc: Any) -> int | None:
@@ -659,6 +656,13 @@ def fake(mode: Any, tensor: Tensor, device: torch.device | None) -> Tensor:
     if isinstance(tensor, torch.nn.Parameter) and not isinstance(found, torch.nn.Parameter):
         found = torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
     return found
+
+
+def is_fake(x: Any) -> bool:
+    """Whether something is a tensor without memory (torch 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
 
 
 def fake_mode() -> Any:

@@ -217,6 +217,7 @@ class Backend:
         # Those who plan by themselves have planned the step already.
         self._sees_steps = planner is None and reader is None and settings.limit is not None
         self._given = given
+        self._rehearsed: list[int] = []  # tickets of runs without memory
         self._steps = Steps()
         self._has_warned = False
         self._has_warned_of_breaks = False
@@ -245,6 +246,10 @@ class Backend:
     def _run(self, site: Site, arguments: Sequence[Any]) -> Any:
         """One call of a compiled graph: its forward, entered in the ledger until its backward."""
         sizes = site.sizes(arguments)
+        if any(map(_torch.is_fake, arguments)):
+            return self._rehearse(site, sizes, arguments)
+        while self._rehearsed:
+            self.ledger.leave(self._rehearsed.pop())
         version = self._version(site, sizes)
         results = version.call(*arguments)
         node = _torch.compiled_node(results, arguments)
@@ -252,6 +257,16 @@ class Backend:
             run = execution(site, sizes, version.part, arguments, results)
             self._enter(run, node)
         return results
+
+    def _rehearse(self, site: Site, sizes: Sizes, arguments: Sequence[Any]) -> Any:
+        """One call without memory: where Dynamo cuts a graph for DDP's buckets, it runs each part
+        to compile the next. What it would hold stays in the ledger until a step begins."""
+        version = site.by_sizes[sizes]
+        if isinstance(version, InfeasibleLimitError):
+            raise version.with_traceback(None)
+        if version.part is not None:
+            self._rehearsed.append(self.ledger.enter([version.part.held]))
+        return version.call(*arguments)
 
     def _version(self, site: Site, sizes: Sizes) -> Version:
         """What is to run. Plans the step that has ended, if one has."""
@@ -322,7 +337,11 @@ class Backend:
     def _decider(self, site: Site) -> Callable[[Graph], Any]:
         def decide(graph: Graph) -> Any:
             given = self._given_part(graph)
-            return given or self.plan(graph, is_followed=self._is_followed(site))
+            if given is not None:
+                return given
+            planned = self.plan(graph, is_followed=self._is_followed(site))
+            self.remember(planned)
+            return planned
 
         return decide
 
@@ -349,7 +368,7 @@ class Backend:
             if example_inputs is not None:
                 call = compilation.compile(site.gm, example_inputs, site.mode)
             else:
-                with generators_kept(), _torch.traced_again(site.context):
+                with generators_kept(), _torch.traced_again(site.inputs):
                     call = compilation.compile(site.gm, site.inputs, site.mode)
         except Exception:
             if compilation.refused is None:
@@ -651,7 +670,6 @@ class _Compilation:
         except InfeasibleLimitError as error:
             self.refused = error
             raise
-        self.owner.remember(planned)
         self.part = Part(kept, graph, planned, self.owner.held(graph, planned))
         schedule = self.part.schedule
         self.digest = hashlib.sha256(f"{self.digest}{schedule.runs}".encode()).hexdigest()

@@ -72,7 +72,6 @@ class Site:
         mode: `torch.compile`'s.
         reason: the break that ends it, "" where none does.
         is_followed: whether another graph is likely to run before its backward.
-        context: what Dynamo was tracing.
         versions: what was compiled of it, in order.
         by_sizes: which of them runs at which sizes, or why none does.
         by_place: which of them runs at which place of which step that was planned as a whole;
@@ -85,7 +84,6 @@ class Site:
     mode: str | None
     reason: str
     is_followed: bool
-    context: Any
     versions: list[Version] = field(default_factory=list)
     by_sizes: dict[Sizes, Version | InfeasibleLimitError] = field(default_factory=dict)
     by_place: dict[tuple[int, int], Version | None] = field(default_factory=dict)
@@ -95,8 +93,7 @@ class Site:
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Site:
         """The site of a backend's call."""
         inputs = _torch.traced_inputs(gm, example_inputs)
-        reason, followed = _torch.break_reason(gm), _torch.is_followed(gm)
-        return Site(gm, inputs, mode, reason, followed, _torch.tracing_context())
+        return Site(gm, inputs, mode, _torch.break_reason(gm), _torch.is_followed(gm))
 
     @cached_property
     def _symbols(self) -> Mapping[Any, tuple[int, int | None]]:
