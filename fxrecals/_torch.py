@@ -111,9 +111,16 @@ def writes_arguments(target: Any) -> bool:
     return bool(schema is not None and schema.is_mutable)
 
 
-def draws(target: Any) -> bool:
-    """Whether an op draws from the default generator, by its tag."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+def draws(node: fx.Node) -> bool:
+    """Whether an op draws from the default generator, by its tag; attention without dropout, which
+    has the tag too, does not."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    schema: Any = getattr(target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 # --- running and compiling (torch 2.13) -------------------------------------------------------
@@ -418,9 +425,9 @@ def compile_alone(
     """`compile_apart` of a function without closure, whose graphs die with what is returned.
 
     What Dynamo compiles hangs on the code object, which all functions of one ``def`` share, and
-    holds that code object itself. Read in torch 2.13, `_dynamo/eval_frame.py`.
+    holds that code object itself. `reset_code`, read in torch 2.13, `_dynamo/eval_frame.py`.
     """
-    from torch._dynamo.eval_frame import reset_code
+    from torch._C._dynamo.eval_frame import reset_code
 
     own = types.FunctionType(function.__code__.replace(), function.__globals__)
     compiled = compile_apart(own, backend, recompile_limit)

@@ -110,22 +110,22 @@ def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Callable[[l
 def _taking_turns(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph, in which no other thread's graph draws between the generator state of an
     op and that op, nor in a replay."""
-    if not any(_torch.draws(node.target) or node.target is rng.replay for node in gm.graph.nodes):
+    if not any(_torch.draws(node) or node.target is rng.replay for node in gm.graph.nodes):
         return gm
     own = _torch.copy_graph(gm)
     graph = own.graph
     for node in list(graph.nodes):
         if node.target is rng.replay:
             node.target = rng.replay_in_turn
-        elif _torch.draws(node.target) and node.prev.target is rng.state:
+        elif _torch.draws(node) and node.prev.target is rng.state:
             _draw_noted(graph, node.prev, node)
-        elif _torch.draws(node.target):
+        elif _torch.draws(node):
             node.args, node.target = (node.target, *node.args), rng.draw_in_turn
     return own
 
 
 def _draw_noted(graph: fx.Graph, state: fx.Node, op: fx.Node) -> None:
-    both = (state.args[0], op.target, *op.args)
+    both: Any = (state.args[0], op.target, *op.args)
     with graph.inserting_after(op):
         pair = graph.call_function(rng.draw_noted_in_turn, both, dict(op.kwargs))
     with graph.inserting_after(pair):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxrecals
-from benchmarks.measure import Record, clear, compare, record, step_memory, total
+from benchmarks.measure import clear, compare, record, total
 from fxrecals import dynamo, rng, schedule
 from fxrecals.errors import InfeasibleLimitError
 from fxrecals.ir import Graph
@@ -75,6 +75,12 @@ def planned() -> Plan:
     return plan
 
 
+@lru_cache
+def roomy(doubled: bool) -> Plan:
+    model, x = made()
+    return fxrecals.plan(model, x, planned().baseline_peak_bytes * (18 if doubled else 9) // 10)
+
+
 def limit_bytes() -> int:
     found = planned().limit_bytes
     assert found is not None
@@ -99,6 +105,12 @@ def just_in_time(graph: Graph, *_: Any, **__: Any) -> Schedule:
     return helpers.just_in_time(graph)
 
 
+def all_again(model: nn.Module, x: Tensor) -> Plan:
+    """A plan that nobody has searched for: all that can runs again."""
+    graph = helpers.graph_of(model, x)
+    return Plan(graph, helpers.just_in_time(graph), limit_bytes=10**6, floor_bytes=0)
+
+
 def backed(model: nn.Module, x: Tensor) -> Step:
     return compiled(model, within())
 
@@ -119,6 +131,18 @@ def train(step: Step, x: Tensor) -> None:
 def differs(expected: Step, plain: nn.Module, found: Step, model: nn.Module, x: Tensor) -> Any:
     """What two more steps of both leave otherwise."""
     return compare(record(expected, plain, (x,)), record(found, model, (x,)))
+
+
+def measured(step: Step, model: nn.Module, x: Tensor) -> int:
+    """Peak of activations in a step of a model that has been trained before."""
+
+    def whole() -> Tensor:
+        out = step(x)
+        out.square().mean().backward()
+        return out
+
+    clear(model)
+    return helpers.peak_bytes(whole, model)
 
 
 def live() -> tuple[int, int]:
@@ -229,12 +253,12 @@ def test_accidents_leave_nothing_alive(way: Way, nth: int, trouble: Trouble) -> 
             train(step, x)
 
     found: list[Any] = []
-    for _ in range(5):
-        for _ in range(3):
+    for _ in range(3):
+        for _ in range(16):
             accident()
         trouble.error = ArithmeticError()  # the error's traceback holds the frames it went through
         found.append(live())
-    assert found[1:] == found[:1] * 4
+    assert found[1:] == found[:1] * 2
 
 
 # --- Python that fails ---------------------------------------------------------------------------
@@ -266,7 +290,7 @@ def test_a_submodule_that_raises_once_leaves_what_it_leaves_in_eager(way: Way) -
     torch.manual_seed(1)
     model = with_second(two)
     step = (
-        fxrecals.rewrite(model, x, "80%")
+        fxrecals.rewrite(model, x, all_again(model, x))
         if way is rewritten
         else compiled(model, within(10**6, just_in_time))
     )
@@ -294,6 +318,10 @@ def failing(*_: Any) -> None:
     raise LookupError("a hook")
 
 
+def _doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
 @pytest.mark.filterwarnings("ignore:the graph after the break")
 @pytest.mark.parametrize("where", ["", "norms.1"])
 def test_hooks_put_on_a_rewritten_module_after_its_first_step_are_called_and_may_fail(
@@ -307,7 +335,7 @@ def test_hooks_put_on_a_rewritten_module_after_its_first_step_are_called_and_may
         with pytest.raises(LookupError, match="a hook"):
             step(x)
         handle.remove()
-        double = step.get_submodule(where).register_forward_hook(lambda m, i, out: out * 2)
+        double = step.get_submodule(where).register_forward_hook(_doubled)
         torch.manual_seed(0)
         assert step(x).isfinite().all()
         double.remove()
@@ -370,7 +398,11 @@ def test_a_function_whose_backward_raises_leaves_the_next_step_right(way: Way) -
     plain, x = WithBrittle(), torch.randn(64, 32)
     model = copy.deepcopy(plain)
     limited = within(10**6, just_in_time)
-    step = fxrecals.rewrite(model, x, "70%") if way is rewritten else compiled(model, limited)
+    step = (
+        fxrecals.rewrite(model, x, all_again(model, x))
+        if way is rewritten
+        else compiled(model, limited)
+    )
     for call, own in ((plain, plain), (step, model)):
         train(call, x)
         Brittle.fails = True
@@ -466,13 +498,13 @@ def test_two_threads_train_two_models_with_the_bits_of_each_alone(how: str) -> N
     torch.manual_seed(3)
     models, x = [Steady(), Steady()], torch.randn(64, 32)
     plain = copy.deepcopy(models)
-    plan = fxrecals.plan(models[0], x, "70%")
-    shared = within("70%", just_in_time)
+    plan = all_again(models[0], x)
+    shared = within(10**6, just_in_time)
 
     def step_of(model: nn.Module) -> Step:
         if how == "rewritten":
             return fxrecals.rewrite(model, x, plan)
-        one = shared if how == "one backend" else within("70%", just_in_time)
+        one = shared if how == "one backend" else within(10**6, just_in_time)
         return compiled(model, one)
 
     def work(step: Step) -> Callable[[], None]:
@@ -557,9 +589,8 @@ def test_a_copy_trains_with_the_same_bits_and_shares_nothing(way: Way, how: Any)
         train(call, x)
     twin = how(step)
     assert type(twin) is type(step)
-    assert not {p.data_ptr() for p in twin.parameters()} & {
-        p.data_ptr() for p in model.parameters()
-    }
+    pairs = zip(twin.parameters(), model.parameters(), strict=True)
+    assert all(a.data_ptr() != b.data_ptr() for a, b in pairs)
     own = getattr(twin, "_orig_mod", twin)
     expected = record(plain, plain, (x,))
     assert not compare(expected, record(step, model, (x,)))
@@ -571,14 +602,7 @@ def test_a_copy_of_a_compiled_model_keeps_the_limit_bytes() -> None:
     step: Any = backed(model, x)
     train(step, x)
     twin = copy.deepcopy(step)
-    measured = step_memory(lambda: _stepped(twin, x), twin._orig_mod).activations
-    assert measured <= limit_bytes()
-
-
-def _stepped(step: Step, x: Tensor) -> Tensor:
-    out = step(x)
-    out.square().mean().backward()
-    return out
+    assert measured(twin, twin._orig_mod, x) <= limit_bytes()
 
 
 def to_double(model: Net, x: Tensor) -> Tensor:
@@ -670,8 +694,9 @@ def test_a_change_after_the_first_step_gives_eagers_bits(
 ) -> None:
     (plain, x), (model, _) = made(), made()
     if way is rewritten:  # with room for a model that has grown, not to keep everything
-        bound = planned().baseline_peak_bytes * (18 if change is to_double else 9) // 10
-        step: Any = fxrecals.rewrite(model, x, bound)
+        plan = roomy(doubled=change is to_double)
+        step: Any = fxrecals.rewrite(model, x, plan)
+        bound = plan.limit_bytes or 0
     else:
         step = compiled(model, within(bound := 10**6, just_in_time))
     for call in (plain, step):
@@ -681,7 +706,7 @@ def test_a_change_after_the_first_step_gives_eagers_bits(
     torch.manual_seed(5)
     assert torch.equal(y, change(getattr(step, "_orig_mod", step), x))
     assert not differs(plain, plain, step, model, y)
-    assert step_memory(lambda: _stepped(step, y), model).activations <= bound
+    assert measured(step, model, y) <= bound
 
 
 def test_a_rewritten_module_says_so_where_another_type_does_not_fit() -> None:
@@ -693,22 +718,35 @@ def test_a_rewritten_module_says_so_where_another_type_does_not_fit() -> None:
         small(x.double())
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="a copied backend takes the ledger along, with what waits in the original alone",
+)
+def test_a_copy_that_is_made_between_forward_and_backward_waits_for_nothing() -> None:
+    model, x = made()
+    chosen = within()
+    out = compiled(model, chosen)(x)
+    twin = copy.deepcopy(chosen)
+    total(out).backward()
+    assert chosen.ledger.is_empty
+    assert twin.ledger.is_empty
+
+
 # --- resets --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reset", [torch.compiler.reset, torch._dynamo.reset])
 @WAYS
-def test_a_reset_between_steps_and_within_one_changes_no_bit(way: Way, reset: Step) -> None:
+def test_a_reset_between_steps_and_within_one_changes_no_bit(way: Way) -> None:
     (plain, x), (model, _) = made(), made()
     step = way(model, x)
 
     def resetting(x: Tensor) -> Tensor:
         out = step(x)
-        reset()
+        torch.compiler.reset()
         return out
 
     assert not differs(plain, plain, resetting, model, x)
-    assert step_memory(lambda: _stepped(resetting, x), model).activations <= limit_bytes()
+    assert measured(resetting, model, x) <= limit_bytes()
 
 
 def test_one_backend_serves_two_models_one_after_the_other() -> None:
@@ -719,10 +757,7 @@ def test_one_backend_serves_two_models_one_after_the_other() -> None:
         plain = copy.deepcopy(model)
         step = compiled(model, chosen)
         assert not differs(plain, plain, step, model, x)
-        assert (
-            step_memory(lambda step=step, x=x: _stepped(step, x), model).activations
-            <= limit_bytes()
-        )
+        assert measured(step, model, x) <= limit_bytes()
     assert chosen.ledger.is_empty
 
 
@@ -758,6 +793,22 @@ def test_a_deleted_model_frees_its_memory_at_once(way: Way) -> None:
         gc.enable()
 
 
+def test_a_backward_runs_after_its_rewritten_module_is_gone() -> None:
+    (plain, x), (model, _) = made(), made()
+    train(plain, x)
+    small = fxrecals.rewrite(model, x, planned())
+    torch.manual_seed(5)
+    out = small(x)
+    del small
+    gc.collect()
+    total(out).backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(
+        a.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs if b.grad is not None
+    )
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_the_graphs_of_a_rewritten_module_die_with_it() -> None:
     plan = planned()
 
@@ -768,6 +819,35 @@ def test_the_graphs_of_a_rewritten_module_die_with_it() -> None:
         return graphs()
 
     found = [life() for _ in range(3)]
+    assert found == found[:1] * 3
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="tracing compiles the code of the model's own forward, which keeps it until a reset",
+)
+def test_planning_leaves_no_graphs() -> None:
+    model, x = made()
+
+    def life() -> int:
+        helpers.graph_of(model, x)
+        return graphs()
+
+    found = [life() for _ in range(3)]
+    assert found == found[:1] * 3
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a backend remembers the plans of all that it has ever compiled"
+)
+def test_a_backend_that_serves_many_models_does_not_grow() -> None:
+    chosen = within(10**6, just_in_time)
+    found: list[int] = []
+    for _ in range(3):
+        model, x = made()
+        train(compiled(model, chosen), x)
+        torch.compiler.reset()
+        found.append(len(chosen.plans))
     assert found == found[:1] * 3
 
 

@@ -22,6 +22,7 @@ NAMES = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch._functorch._aot_autograd.descriptors", "GradAOTOutput"),
     ("torch.utils.flop_counter", "flop_registry"),
+    ("torch._C._dynamo.eval_frame", "reset_code"),
 ]
 
 
@@ -37,7 +38,8 @@ def test_the_partitioner_hook_of_inductor_is_there() -> None:
 
 def test_dynamo_has_the_settings_that_a_rewrite_patches() -> None:
     config = importlib.import_module("torch._dynamo.config")
-    for name in ("fail_on_recompile_limit_hit", "recompile_limit", "accumulated_recompile_limit"):
+    limits = ("fail_on_recompile_limit_hit", "recompile_limit", "accumulated_recompile_limit")
+    for name in (*limits, "suppress_errors", "skip_nnmodule_hook_guards"):
         assert hasattr(config, name)
 
 
