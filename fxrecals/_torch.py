@@ -9,10 +9,13 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import types
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +111,18 @@ def writes_arguments(target: Any) -> bool:
     """Whether an op writes to one of its arguments, by its schema."""
     schema = getattr(target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an op draws from the default generator, by its tag; attention without dropout, which
+    has the tag too, does not."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    schema: Any = getattr(target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 # --- running and compiling (torch 2.13) -------------------------------------------------------
@@ -573,6 +588,22 @@ def is_followed(gm: fx.GraphModule) -> bool:
     return not hasattr(gm, "compile_subgraph_reason") or bool(break_reason(gm))
 
 
+def compile_alone(
+    function: types.FunctionType, backend: Callable[..., Any], recompile_limit: int
+) -> Callable[..., Any]:
+    """`compile_apart` of a function without closure, whose graphs die with what is returned.
+
+    What Dynamo compiles hangs on the code object, which all functions of one ``def`` share, and
+    holds that code object itself. `reset_code`, read in torch 2.13, `_dynamo/eval_frame.py`.
+    """
+    from torch._C._dynamo.eval_frame import reset_code
+
+    own = types.FunctionType(function.__code__.replace(), function.__globals__)
+    compiled = compile_apart(own, backend, recompile_limit)
+    weakref.finalize(compiled, reset_code, own.__code__).atexit = False
+    return compiled
+
+
 def compile_apart(
     function: Callable[..., Any], backend: Callable[..., Any], recompile_limit: int = 1 << 20
 ) -> Callable[..., Any]:
@@ -593,7 +624,8 @@ def compile_apart(
     """
     import torch._dynamo
 
-    options: dict[str, Any] = {"backend": backend, "dynamic": False}
+    owner = partial(backend)
+    options: dict[str, Any] = {"backend": _weakly(owner), "dynamic": False}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(function, **options)
@@ -603,13 +635,29 @@ def compile_apart(
         "recompile_limit": recompile_limit,
         "accumulated_recompile_limit": 1 << 20,
         "optimize_ddp": False,
+        "skip_nnmodule_hook_guards": False,
     }
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(settings):
             return compiled(*args, **kwargs)
 
+    run.__dict__["owner"] = owner
     return run
+
+
+def _weakly(owner: Callable[..., Any]) -> Callable[..., Any]:
+    """`owner`, for Dynamo, which keeps every backend that it has seen until it is reset.
+
+    `cached_backends`, read in torch 2.13, `_dynamo/eval_frame.py`.
+    """
+    alive = weakref.ref(owner)
+
+    def call(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        backend: Any = alive()
+        return backend(gm, example_inputs)
+
+    return call
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,20 @@ def rewrite(
     within = backend(nbytes, inner="eager", peak=made.peak.value, given=made, **options)
 
     # Not twin.compile(): where the class is torch's own, such as nn.Sequential, Dynamo skips
-    # every frame of it and compiles nothing. This function is a frame that it does not skip.
-    # Apart: every rewrite has the code of this function, and Dynamo counts by code.
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return twin._call_impl(*args, **kwargs)
+    # every frame of it and compiles nothing. `_call` is a frame that it does not skip.
+    # Apart: every rewrite has the code of `_call`, and Dynamo counts by code.
+    compiled = _torch.compile_alone(_call, within, MOST_SIZES)
+    alive = weakref.ref(twin)  # without a cycle, so that it dies with its last reference
 
-    twin._compiled_call_impl = _torch.compile_apart(call, within, MOST_SIZES)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(alive(), *args, **kwargs)
+
+    twin._compiled_call_impl = call
     return twin
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
 
 
 def _with_export(made: Plan, captured: Captured) -> Plan:

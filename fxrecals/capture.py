@@ -134,13 +134,18 @@ def capture(
     recorder = _Recorder(_outside(twin, (args, kwargs)), absent)
     try:
         with _undisturbed(), _torch.quiet(), mode:
-            result = _torch.compile_apart(twin, recorder.backend)(*args, **kwargs)
+            compiled = _torch.compile_alone(_call, recorder.backend, 1 << 20)
+            result = compiled(twin, *args, **kwargs)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be traced with example={_described(example)}: "
             f"{_torch.root_reason(error)}; what works: {_remedy(error)}"
         ) from error
     return recorder.captured(result)
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
 
 
 def _check_gradients(model: nn.Module, example: Any) -> None:

@@ -14,6 +14,7 @@ untouched.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 import weakref
@@ -178,6 +179,9 @@ ROOMY = 0.8
 MOST_VERSIONS = 8
 """Versions of a graph beyond which room is wasted rather than another one made."""
 
+MOST_PLANS = 64
+"""Plans that a backend remembers."""
+
 GIVEN = -1
 """Stands for the plan that was given where places are numbered by plans."""
 
@@ -195,8 +199,8 @@ class Backend:
     """What `backend` returns: a Dynamo backend that remembers its plans.
 
     Attributes:
-        plans: what was planned, in order: for each graph that needs gradients, and for steps of
-            several graphs as a whole.
+        plans: what was planned last, in order: for each graph that needs gradients, and for steps
+            of several graphs as a whole.
         ledger: what the graphs hold just now.
     """
 
@@ -221,6 +225,11 @@ class Backend:
         self._steps = Steps()
         self._has_warned = False
         self._has_warned_of_breaks = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the same settings, and no graphs: nothing waits for a backward there."""
+        fresh = {"ledger": Ledger(), "plans": (), "_steps": Steps(), "_rehearsed": []}
+        return {**self.__dict__, **fresh}
 
     def __call__(
         self,
@@ -263,7 +272,7 @@ class Backend:
         to compile the next. What it would hold stays in the ledger until a step begins."""
         version = site.by_sizes[sizes]
         if isinstance(version, InfeasibleLimitError):
-            raise version.with_traceback(None)
+            raise copy.copy(version)
         if version.part is not None:
             self._rehearsed.append(self.ledger.enter([version.part.held]))
         return version.call(*arguments)
@@ -276,13 +285,13 @@ class Backend:
         if expected is not None:
             whole, place = expected
             if whole.refused is not None:
-                raise whole.refused.with_traceback(None)
+                raise copy.copy(whole.refused)
             return self._placed(site, sizes, whole, place)
         if (given := self._as_given(site, sizes)) is not None:
             return given
         found = site.by_sizes.get(sizes) or self._planned(site, sizes)
         if isinstance(found, InfeasibleLimitError):
-            raise found.with_traceback(None)
+            raise copy.copy(found)
         return found
 
     def _enter(self, run: Execution, node: Any) -> None:
@@ -308,7 +317,7 @@ class Backend:
             try:
                 found = self._compiled(site, sizes, self._decider(site), example_inputs)
             except InfeasibleLimitError as error:
-                found = error
+                found = copy.copy(error)  # without the frames that it has been through
                 if example_inputs is not None:  # DDP asks AOTAutograd what it found, in any case
                     self._compiled(site, sizes, Schedule.keeping_everything, example_inputs)
                     site.versions.clear()
@@ -569,7 +578,7 @@ class Backend:
         try:
             plan = plan_graph(graph, limit, notes=seen.breaks, **options)
         except InfeasibleLimitError as error:
-            return Whole(number, refused=error)
+            return Whole(number, refused=copy.copy(error))
         self.remember(plan)
         self._warn_of_breaks(plan, seen)
         return Whole(number, plan.schedule, self._parts(plan, seen))
@@ -611,7 +620,7 @@ class Backend:
 
     def remember(self, planned: Any) -> None:
         """Adds to `plans`."""
-        self.plans = (*self.plans, planned)
+        self.plans = (*self.plans, planned)[-MOST_PLANS:]
 
 
 def _handed_bytes(graph: Graph) -> int:

@@ -104,7 +104,37 @@ def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Callable[[l
     >>> boxed(symbolic_trace(lambda x: x + 1))(args), args
     (tensor([2., 2.]), [])
     """
-    return _torch.box(gm)
+    return _torch.box(_taking_turns(gm))
+
+
+def _taking_turns(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, in which no other thread's graph draws between the generator state of an
+    op and that op, nor in a replay."""
+    if not any(_torch.draws(node) or node.target is rng.replay for node in gm.graph.nodes):
+        return gm
+    own = _torch.copy_graph(gm)
+    graph = own.graph
+    for node in list(graph.nodes):
+        if node.target is rng.replay:
+            node.target = rng.replay_in_turn
+        elif _torch.draws(node) and node.prev.target is rng.state:
+            _draw_noted(graph, node.prev, node)
+        elif _torch.draws(node):
+            node.args, node.target = (node.target, *node.args), rng.draw_in_turn
+    return own
+
+
+def _draw_noted(graph: fx.Graph, state: fx.Node, op: fx.Node) -> None:
+    both: Any = (state.args[0], op.target, *op.args)
+    with graph.inserting_after(op):
+        pair = graph.call_function(rng.draw_noted_in_turn, both, dict(op.kwargs))
+    with graph.inserting_after(pair):
+        drawn = graph.call_function(operator.getitem, (pair, 1))
+        noted = graph.call_function(operator.getitem, (pair, 0))
+    for old, new in ((op, drawn), (state, noted)):
+        new.meta = old.meta
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
 
 
 # --- the traced program, sorted ----------------------------------------------------------------
@@ -297,12 +327,12 @@ class _Writer:
     def _draw(self, node: fx.Node) -> fx.Node:
         """The first run of a random op, which notes the generator state."""
         label = f"{node.name}_rng"
+        args, kwargs = map_arg(node.args, self.read), map_arg(node.kwargs, self.read)
         if not self._lowered:
             state = self._plain(node, rng.state, (_device(node),), label)
             state.meta["val"] = _state_value(node)
             self.states[node.name] = state
-            return self.copy(node, node.name)
-        args, kwargs = map_arg(node.args, self.read), map_arg(node.kwargs, self.read)
+            return self._plain(node, node.target, args, node.name, kwargs)
         both = self._plain(
             node, _torch.run_and_save_rng_state(), (node.target, *args), f"{label}_pair", kwargs
         )

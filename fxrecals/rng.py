@@ -12,10 +12,15 @@ a step without recompute does.
     True
     >>> torch.equal(state("cpu"), after)
     True
+
+A default generator belongs to all threads. While one replays, a draw of another would be one of
+old numbers, and would spoil the replay. So what compiled halves draw is drawn in turn. Draws that
+other code makes in another thread meanwhile cannot be kept out.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -86,11 +91,51 @@ def replay(
     True
     """
     now = state(device)
-    set_state(device, drawn_from)
     try:
+        set_state(device, drawn_from)
         return op(*args, **kwargs)
     finally:
         set_state(device, now)
+
+
+_turn = threading.RLock()
+"""Held by who draws. Again by the same thread: an op may be a compiled step itself."""
+
+
+def draw_in_turn(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What `op(*args, **kwargs)` returns; no other thread draws in turn meanwhile.
+
+    >>> draw_in_turn(torch.rand, 2).shape
+    torch.Size([2])
+    """
+    with _turn:
+        return op(*args, **kwargs)
+
+
+def draw_noted_in_turn(
+    device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """The state of the generator of `device`, and what `op(*args, **kwargs)` draws from it.
+
+    >>> drawn_from, first = draw_noted_in_turn("cpu", torch.rand, 3)
+    >>> torch.equal(replay(drawn_from, "cpu", torch.rand, 3), first)
+    True
+    """
+    with _turn:
+        return state(device), op(*args, **kwargs)
+
+
+def replay_in_turn(
+    drawn_from: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """`replay`, while no other thread draws in turn.
+
+    >>> first = state("cpu")
+    >>> torch.equal(replay_in_turn(first, "cpu", torch.rand, 2), draw_in_turn(torch.rand, 2))
+    True
+    """
+    with _turn:
+        return replay(drawn_from, device, op, *args, **kwargs)
 
 
 def _module(device: torch.device) -> Any:

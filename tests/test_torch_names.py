@@ -25,6 +25,7 @@ NAMES = [
     ("torch._functorch._aot_autograd.descriptors", "GradAOTOutput"),
     ("torch.utils.flop_counter", "flop_registry"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
+    ("torch._C._dynamo.eval_frame", "reset_code"),
 ]
 
 
@@ -41,7 +42,8 @@ def test_the_partitioner_hook_of_inductor_is_there() -> None:
 def test_dynamo_has_the_settings_that_a_rewrite_patches() -> None:
     config = importlib.import_module("torch._dynamo.config")
     limits = ("fail_on_recompile_limit_hit", "recompile_limit", "accumulated_recompile_limit")
-    for name in (*limits, "suppress_errors", "optimize_ddp"):
+    others = ("suppress_errors", "optimize_ddp", "skip_nnmodule_hook_guards")
+    for name in (*limits, *others):
         assert hasattr(config, name)
 
 
