@@ -332,6 +332,13 @@ def traced_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any
     ]
 
 
+def compile_lock() -> Any:
+    """Lets one thread trace at a time. Read in torch 2.13, `_dynamo/convert_frame.py`."""
+    from torch._dynamo.convert_frame import compile_lock as lock
+
+    return lock
+
+
 def traced_again(inputs: Sequence[Any]) -> Any:
     """A context manager: as if a backend were called by Dynamo with these fake inputs.
 

@@ -220,7 +220,7 @@ class Backend:
         self._reader = reader or read_joint
         # Those who plan by themselves have planned the step already.
         self._sees_steps = planner is None and reader is None and settings.limit is not None
-        self._given = given
+        self._given = given and replace(given, exporter=None)  # with it, the plan cannot be copied
         self._rehearsed: list[int] = []  # tickets of runs without memory
         self._steps = Steps()
         self._has_warned = False
@@ -242,6 +242,7 @@ class Backend:
         """Compiles one graph of Dynamo's; called by `torch.compile`."""
         if options:
             raise OptionError("options", dict(options), "the arguments of fxrecals.backend")
+        self._end_step()
         site = Site.of(gm, example_inputs, mode)
         # What a backend raises, Dynamo wraps in an error of its own. Raised when the compiled
         # function is called, it reaches the user as it is, and nothing has run either.
@@ -278,9 +279,8 @@ class Backend:
         return version.call(*arguments)
 
     def _version(self, site: Site, sizes: Sizes) -> Version:
-        """What is to run. Plans the step that has ended, if one has."""
-        if self.ledger.is_empty and self._steps.running:
-            self._learn(self._steps.end())
+        """What is to run."""
+        self._end_step()
         expected = self._steps.next(site, sizes)
         if expected is not None:
             whole, place = expected
@@ -293,6 +293,11 @@ class Backend:
         if isinstance(found, InfeasibleLimitError):
             raise copy.copy(found)
         return found
+
+    def _end_step(self) -> None:
+        """Plans the step that has ended as a whole, if one has, and is worth it."""
+        if self.ledger.is_empty and self._steps.running:
+            self._learn(self._steps.end())
 
     def _enter(self, run: Execution, node: Any) -> None:
         ticket = self.ledger.enter([run.part.held])
@@ -377,7 +382,7 @@ class Backend:
             if example_inputs is not None:
                 call = compilation.compile(site.gm, example_inputs, site.mode)
             else:
-                with generators_kept(), _torch.traced_again(site.inputs):
+                with _torch.compile_lock(), generators_kept(), _torch.traced_again(site.inputs):
                     call = compilation.compile(site.gm, site.inputs, site.mode)
         except Exception:
             if compilation.refused is None:
