@@ -222,7 +222,7 @@ CASES = {
     "compile_of_ddp_under_the_floor": Case(
         lambda: ddp(blocks()), compiled(lambda: ddp(blocks()), "100kB")
     ),
-    "ddp_of_compile": Case(lambda: ddp(normed()), compiled(normed, LIMIT, ddp)),
+    "ddp_of_compile": Case(lambda: ddp(normed()), compiled(normed, CUT, ddp)),
     "ddp_of_rewrite": Case(lambda: ddp(normed()), rewritten(normed, LIMIT, ddp)),
     "rewrite_of_ddp": Case(lambda: ddp(normed()), rewritten(lambda: ddp(normed()), LIMIT)),
     "compile_of_fsdp": Case(
