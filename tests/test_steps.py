@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -112,7 +112,10 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [*list(STEPS)[:-1], pytest.param("two passes of two graphs", marks=pytest.mark.slow)],
+)
 def test_a_step_of_several_graphs_keeps_one_limit(name: str) -> None:
     model, x, call = made(name)
     wanted = record(partial(call, model), model, (x,), steps=3)
@@ -127,6 +130,7 @@ def test_a_step_of_several_graphs_keeps_one_limit(name: str) -> None:
         assert peak_bytes(step_of(compiled, call, model, x), model) <= limit
 
 
+@lru_cache
 def smallest_limit(name: str) -> int:
     """The least limit under which the second step goes on, which is planned as a whole."""
     model, x, call = made(name)
