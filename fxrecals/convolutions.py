@@ -100,7 +100,9 @@ class _Layout:
 
     @staticmethod
     def of(tensor: Tensor) -> _Layout:
-        return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        # A symbol that tracing found to be one number is that number in all but its type.
+        shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        return _Layout(shape, stride, tensor.dtype, tensor.device)
 
     @property
     def numel(self) -> int:

@@ -796,14 +796,14 @@ def module_path(path: str) -> str:
 
 
 def source_line(trace: str) -> str:
-    """The innermost line of a stack trace that is not torch's own, as ``file.py:12``.
+    """The innermost line of a stack trace that is neither torch's own nor ours, as ``file.py:12``.
 
     >>> source_line('  File "/home/me/net.py", line 12, in forward\\n    x = f(x)\\n')
     'net.py:12'
     """
     frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    here = os.path.dirname(torch.__file__)
-    own = [frame for frame in frames if not frame[0].startswith(here)]
+    others = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
+    own = [frame for frame in frames if not frame[0].startswith(others)]
     if not own:
         return ""
     file, line = own[-1]
