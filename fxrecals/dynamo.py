@@ -15,7 +15,6 @@ untouched.
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,16 +26,16 @@ from torch import fx
 
 from fxrecals import _torch
 from fxrecals.capture import Captured, Joint, step
+from fxrecals.compiling import Compilation
 from fxrecals.cost import Cost, Free, generators_kept
 from fxrecals.errors import InfeasibleLimitError, OptionError
-from fxrecals.halves import compilers, split
 from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes, is_charged
 from fxrecals.ledger import Held, Ledger
 from fxrecals.planning import limit_bytes, named_cost, named_peak, plan_graph, solve_within
 from fxrecals.plans import Plan
 from fxrecals.reading import read as read_joint
 from fxrecals.schedule import Schedule, extra_seconds, is_valid
-from fxrecals.sites import Part, Site, Sizes, Version
+from fxrecals.sites import Site, Sizes, Version
 from fxrecals.solve import SOLVERS
 from fxrecals.steps import Execution, Pattern, Steps, Whole, captured, execution, pattern_of
 from fxrecals.timeline import simulate
@@ -44,8 +43,6 @@ from fxrecals.units import DeviceLimits, Limit, format_bytes, parse_limit
 
 INNERS = ("inductor", "eager")
 OPTIONS = ("limit", "peak", "inner", "cost", "solver")
-
-Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class Planner(Protocol):
@@ -377,7 +374,11 @@ class Backend:
         Raises:
             InfeasibleLimitError: `decide` did.
         """
-        compilation = _Compilation(self, decide, site.known(sizes))
+        settings = self.settings
+        named = (str(settings.limit), settings.solver)
+        compilation = Compilation(
+            self.read, decide, self.held, settings.inner, named, site.known(sizes)
+        )
         try:
             if example_inputs is not None:
                 call = compilation.compile(site.gm, example_inputs, site.mode)
@@ -633,70 +634,3 @@ def _handed_bytes(graph: Graph) -> int:
     forward = (op for op in graph.forward if Trait.CALLER in op.traits)
     handed = (graph.values[name] for op in forward for name in op.inputs)
     return sum({value.storage: value.nbytes for value in handed if is_charged(value)}.values())
-
-
-@dataclass
-class _Compilation:
-    """One compilation of a graph: carries what the partitioner finds out to whoever asked for it.
-
-    Attributes:
-        owner: the backend.
-        decide: from a graph to a plan, or a schedule.
-        sizes: the values of the symbols in its sizes.
-        part: what was planned; None as long as nothing needs a gradient.
-        refused: why there is no plan.
-        digest: names the plan, for Inductor's cache.
-    """
-
-    owner: Backend
-    decide: Callable[[Graph], Any]
-    sizes: Mapping[Any, int]
-    part: Part | None = None
-    refused: InfeasibleLimitError | None = None
-    digest: str = ""
-
-    def compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None
-    ) -> Callable[..., Any]:
-        if self.owner.settings.inner == "eager":
-            halves = {"partition_fn": self.partition, **compilers()}
-            compile_ = _torch.aot_autograd(keep_inference_input_mutations=True, **halves)
-            return compile_(gm, example_inputs)
-        partitioner = _torch.inductor_partitioner(self.partition, self.identity)
-        patches = _torch.inductor_mode(mode)
-        return _torch.compile_with_inductor(gm, example_inputs, partitioner, patches)
-
-    def partition(
-        self,
-        joint: fx.GraphModule,
-        joint_inputs: Any,
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Sequence[int] | None = None,
-        **_: Any,
-    ) -> Halves:
-        """AOTAutograd's partitioner: reads, plans, splits."""
-        parameters, sizes = static_lifetime_input_indices or (), tuple(self.sizes.items())
-        kept = Joint(joint, num_fwd_outputs, tuple(parameters), sizes=sizes)
-        graph = self.owner.read(kept)
-        try:
-            planned = self.decide(graph)
-        except InfeasibleLimitError as error:
-            self.refused = error
-            raise
-        self.part = Part(kept, graph, planned, self.owner.held(graph, planned))
-        schedule = self.part.schedule
-        self.digest = hashlib.sha256(f"{self.digest}{schedule.runs}".encode()).hexdigest()
-        return split(
-            joint,
-            graph,
-            schedule,
-            num_fwd_outputs=num_fwd_outputs,
-            mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
-            lowered=self.owner.settings.inner == "inductor",
-        )
-
-    def identity(self) -> tuple[str, ...]:
-        """What code generated for this compilation must not be shared beyond."""
-        settings = self.owner.settings
-        return ("fxrecals", str(settings.limit), settings.solver, self.digest)

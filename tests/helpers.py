@@ -170,6 +170,8 @@ def _op(node: fx.Node, forward: set[fx.Node], values: dict[str, Value]) -> Op:
         traits.add(Trait.RANDOM)
         names.append(f"{node.name}:rng")
         values[names[-1]] = Value(names[-1], 5056, names[-1], Kind.RNG_STATE)
+    if _torch.draws_seed(node.target):
+        traits.add(Trait.OPAQUE)
     inputs = tuple(n.name for n in node.all_input_nodes if n.name in values)
     if any(values[n].storage == values[m.name].storage for n in inputs for m in made):
         traits.add(Trait.VIEW)

@@ -39,6 +39,7 @@ LAYERS = {
         {"ledger"},
         {"sites"},
         {"steps"},
+        {"compiling"},
         {"dynamo"},
         {"api"},
         {"__init__"},
