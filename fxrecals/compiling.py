@@ -33,7 +33,6 @@ class Compilation:
         sizes: the values of the symbols in its sizes.
         part: what was planned; None as long as nothing needs a gradient.
         refused: why there is no plan.
-        digest: names the plan, for Inductor's cache.
     """
 
     read: Callable[[Joint], Graph]
@@ -44,7 +43,6 @@ class Compilation:
     sizes: Mapping[Any, int]
     part: Part | None = None
     refused: InfeasibleLimitError | None = None
-    digest: str = ""
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None
@@ -77,12 +75,10 @@ class Compilation:
             self.refused = error
             raise
         self.part = Part(kept, graph, planned, self.hold(graph, planned))
-        schedule = self.part.schedule
-        self.digest = hashlib.sha256(f"{self.digest}{schedule.runs}".encode()).hexdigest()
         return split(
             joint,
             graph,
-            schedule,
+            self.part.schedule,
             num_fwd_outputs=num_fwd_outputs,
             mutated_inputs=_torch.updated_inputs(joint, num_fwd_outputs),
             lowered=self.inner == "inductor",
@@ -90,4 +86,6 @@ class Compilation:
 
     def identity(self) -> tuple[str, ...]:
         """What code generated for this compilation must not be shared beyond."""
-        return ("fxrecals", *self.named, self.digest)
+        runs = self.part.schedule.runs if self.part is not None else ()
+        digest = hashlib.sha256(str(runs).encode()).hexdigest() if runs else ""
+        return ("fxrecals", *self.named, digest)

@@ -261,8 +261,7 @@ class Backend:
         results = version.call(*arguments)
         node = _torch.compiled_node(results, arguments)
         if node is not None and version.part is not None:
-            run = execution(site, sizes, version.part, arguments, results)
-            self._enter(run, node)
+            self._enter(execution(site, sizes, version.part, arguments, results), node)
         return results
 
     def _rehearse(self, site: Site, sizes: Sizes, arguments: Sequence[Any]) -> Any:

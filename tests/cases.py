@@ -54,18 +54,19 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 # --- random numbers -----------------------------------------------------------------------------
 
 
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(F.gelu(self.a(x)), 0.5, True)
+        return F.dropout(torch.tanh(self.b(h)), 0.3, True)
+
+
 @case
 def dropout() -> Made:
-    class Drop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = F.dropout(F.gelu(self.a(x)), 0.5, True)
-            return F.dropout(torch.tanh(self.b(h)), 0.3, True)
-
-    return Drop(), (leaf(16, 32),)
+    return Dropped(), (leaf(16, 32),)
 
 
 @case

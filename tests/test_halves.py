@@ -16,7 +16,7 @@ from fxrecals.ir import Phase
 from fxrecals.schedule import Schedule
 from fxrecals.timeline import simulate
 from tests import helpers
-from tests.cases import InPlace
+from tests.cases import Dropped, InPlace
 from tests.helpers import ByHand, Scheduler, Split
 
 SCHEDULES: dict[str, Scheduler] = {
@@ -25,16 +25,6 @@ SCHEDULES: dict[str, Scheduler] = {
     "at random": helpers.at_random(0),
     "at random otherwise": helpers.at_random(1),
 }
-
-
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(F.gelu(self.a(x)), 0.5, True)
-        return F.dropout(torch.tanh(self.b(h)), 0.3, True)
 
 
 class EveryDraw(nn.Module):

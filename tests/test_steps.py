@@ -213,12 +213,14 @@ def test_steps_that_take_turns_are_each_planned_once() -> None:
 def test_a_forward_that_was_only_looked_at_is_no_part_of_a_step() -> None:
     model, x, _ = made("two passes before one backward")
     floor = fxrecals.plan(model, x, "100%").floor_bytes
-    compiled, _ = compiled_within(model, floor)
+    compiled, chosen = compiled_within(model, floor)
     out = compiled(x)
     for _ in range(3):
         clear(model)
         out = compiled(x)  # the one before is alive until here
         out.square().mean().backward()
+    assert len(chosen.plans) == 1, "two runs were not planned as a whole, nor refused"
+    assert chosen.ledger.is_empty
 
 
 def test_a_backend_keeps_no_model_alive() -> None:
