@@ -42,6 +42,7 @@ LAYERS = {
         {"compiling"},
         {"dynamo"},
         {"api"},
+        {"fallback"},
         {"__init__"},
         {"cli"},
         {"__main__"},

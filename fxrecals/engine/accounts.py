@@ -76,7 +76,7 @@ class Accounts:
 
 
 def read_limit(limit: object) -> Limit | DeviceLimits:
-    """A limit of the engine.
+    """A limit of the engine; None for none.
 
     Raises:
         LimitError: it cannot be read, or is a share of a peak, which nobody knows beforehand.
@@ -85,6 +85,8 @@ def read_limit(limit: object) -> Limit | DeviceLimits:
     Traceback (most recent call last):
     fxrecals.errors.LimitError: limit='50%' does not work; what works: bytes, as in "4GB": what ...
     """
+    if limit is None:
+        return DeviceLimits(())
     parsed = parse_limit(limit)  # type: ignore[arg-type]
     limits = dict(parsed.limits).values() if isinstance(parsed, DeviceLimits) else (parsed,)
     if any(one.share is not None for one in limits):
@@ -97,8 +99,8 @@ def counted(devices: object) -> Callable[[torch.device], bool]:
     """Which devices' bytes count.
 
     Args:
-        devices: "all"; "none" for the CPU alone; the index of an accelerator; a device, or its
-            name; a tensor, for the device that it is on; or several of these.
+        devices: "all"; "none" for the CPU alone; the index of an accelerator, -1 for the CPU; a
+            device, or its name; a tensor, for the device that it is on; or several of these.
 
     Raises:
         OptionError: anything else.
@@ -122,6 +124,8 @@ def _one(device: object, devices: object) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise OptionError("devices", devices, expected)
     try:
+        if device == -1:
+            return torch.device("cpu")
         if isinstance(device, int):
             kind = torch.accelerator.current_accelerator()
             return torch.device(kind.type if kind is not None else "cuda", device)

@@ -1,12 +1,12 @@
 """What an aten op does to memory, as far as replaying it needs to know.
 
-    >>> import torch
-    >>> kind_of(torch.ops.aten.t.default).only_views
-    True
-    >>> kind_of(torch.ops.aten.relu_.default).writes
-    (0,)
-    >>> kind_of(torch.ops.aten.mm.default).can_replay
-    True
+>>> import torch
+>>> kind_of(torch.ops.aten.t.default).only_views
+True
+>>> kind_of(torch.ops.aten.relu_.default).writes
+(0,)
+>>> kind_of(torch.ops.aten.mm.default).can_replay
+True
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from fxrecals.engine.ops import tensors_in
 from fxrecals.errors import OptionError
 from fxrecals.units import DeviceLimits, Limit
 
+Limits = int | str | Mapping[str, int | str] | Limit | DeviceLimits | None
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,11 +32,11 @@ class SavedBytes(NamedTuple):
 
 
 class Recals:
-    """The runtime engine; `recals` makes one."""
+    """What `recals` returns: an engine that can be called, and entered."""
 
     def __init__(
         self,
-        limit: int | str | dict[str, int | str] | Limit | DeviceLimits,
+        limit: Limits,
         devices: Any = "all",
         policy: str | policies.Policy = "dtr",
         *,
@@ -192,11 +193,53 @@ def _discharge(engine: Engine, parameter: nn.Parameter) -> Callable[..., None]:
 
 
 def recals(
-    limit: int | str | dict[str, int | str] | Limit | DeviceLimits,
+    limit: Limits,
     devices: Any = "all",
     policy: str | policies.Policy = "dtr",
     *,
     on_overflow: Literal["raise", "exceed"] = "raise",
 ) -> Recals:
-    """The runtime engine."""
+    """The runtime engine: keeps whatever eager code allocates in a step under a byte limit.
+
+    It watches the aten ops of a forward, and owns the tensors that autograd saves. Before an op
+    would pass the limit, it evicts saved tensors; when the backward asks for one, it computes that
+    again from what it was made of, an op at a time, with the random numbers of the first time. The
+    user's Python runs once.
+
+        recals = fxrecals.recals("4GB")
+        for batch in loader:
+            loss = recals(step, model, batch)   # forward and loss
+            loss.backward()
+            optimizer.step()
+
+    Put the loss into the call, as what is computed outside is not seen. One object may be called
+    several times in a step, and for several models: the limit is one on their sum. It works as a
+    context manager as well, around any code.
+
+    Args:
+        limit: the most bytes that may be in memory at any moment: an int, ``"4GB"``, ``"auto"``, or
+            a dict by device; None for no limit. Each device has it for itself. Counted is what ops
+            allocate while the engine sees them, in the backward too, gradients of parameters apart.
+        devices: which devices have the limit: ``"all"``; ``"none"`` for the CPU alone; the index of
+            an accelerator; a device or its name; a tensor, for the device that it is on; or several
+            of these. Generators of all devices are replayed, whichever it is.
+        policy: which saved tensor goes first: ``"dtr"``, the cheapest to bring back for the bytes
+            and the time that it frees; ``"lru"``, the one not used for longest; or a function of
+            an `Evictable`, of which the lowest goes first.
+        on_overflow: what happens where nothing is left to evict: ``"raise"`` an
+            `InfeasibleLimitError`, or ``"exceed"`` the limit, with one warning.
+
+    Raises:
+        OptionError: an argument that does not work.
+
+    Nothing is evicted in vain: inputs, parameters, what the user still holds, and what only an op
+    of unknown effects can make again, stay.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    >>> x = torch.randn(512, 64)
+    >>> small = recals("500kB")
+    >>> small(lambda: model(x).sum()).backward()
+    >>> small.stats.evictions > 0, small.stats.peak <= 500_000
+    (True, True)
+    """
     return Recals(limit, devices, policy, on_overflow=on_overflow)
