@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import types
 import weakref
 from bisect import bisect_left, bisect_right
@@ -687,6 +688,29 @@ def break_reason(gm: fx.GraphModule) -> str:
         return ""
     frames = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in reason.user_stack[-1:]]
     return f"graph break at {', '.join(frames)}: {reason.reason.partition(chr(10))[0]}"
+
+
+def source_of(gm: fx.GraphModule) -> str:
+    """The first line of the user's in a graph of Dynamo's, as ``file:line``; "" if none is known.
+
+    `meta["stack_trace"]`, read in torch 2.13, `fx/proxy.py`.
+    """
+    for node in gm.graph.nodes:
+        found = _LINE.findall(node.meta.get("stack_trace") or "")
+        if found:
+            file, line = found[-1]
+            return f"{os.path.basename(file)}:{line}"
+    return ""
+
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def steers_dynamo(error: BaseException) -> bool:
+    """Whether an error tells Dynamo to trace again, or otherwise (torch 2.13, `_dynamo/exc.py`)."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
 
 
 def is_followed(gm: fx.GraphModule) -> bool:

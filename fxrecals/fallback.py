@@ -9,12 +9,14 @@ has left nothing behind: generators and buffers are put back, and the engine run
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -247,10 +249,13 @@ class _State:
         tensors = (*model.parameters(), *model.buffers())
         devices = dict.fromkeys(["cpu", *(str(t.device) for t in tensors)])
         self._generators = {d: rng.state(d) for d in devices if rng.can_replay(d)}
+        self._python = random.getstate(), np.random.get_state()
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
     def put_back(self) -> None:
         """Makes it all as it was."""
+        random.setstate(self._python[0])
+        np.random.set_state(self._python[1])
         for device, state in self._generators.items():
             rng.set_state(device, state)
         with torch.no_grad():

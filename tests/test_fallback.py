@@ -181,3 +181,33 @@ def test_a_failed_call_leaves_generators_and_buffers_as_they_were() -> None:
     state.put_back()
     assert torch.equal(model.running_mean, before)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def unfolded(x: Tensor) -> Tensor:
+    """AOTAutograd does not trace a write to overlapping windows; eager runs it."""
+    a = x * 1
+    windows = a.unfold(0, 2, 2)
+    torch._dynamo.graph_break()
+    windows = a.unfold(0, 2, 1)
+    windows[0] += 1
+    return torch.tanh(a).exp()
+
+
+def test_a_backend_hands_a_graph_that_is_not_traced_to_the_engine() -> None:
+    def wanted(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
+        x = torch.linspace(-1, 1, 4096, requires_grad=True)
+        out = call(x)
+        out.sum().backward()
+        return out.detach(), x.grad
+
+    eager = wanted(unfolded)
+    compiled = torch.compile(unfolded, backend=fxrecals.backend("1MB", inner="eager"))
+    with pytest.warns(UserWarning, match=r"AOTAutograd does not trace the graph at test_fallback"):
+        found = wanted(compiled)
+    assert all(map(torch.equal, eager, found))  # type: ignore[arg-type]
+
+
+def test_a_share_cannot_be_held_by_the_engine() -> None:
+    compiled = torch.compile(unfolded, backend=fxrecals.backend("50%", inner="eager"))
+    with pytest.raises(Exception, match="backend='fxrecals' raised"):
+        compiled(torch.ones(8, requires_grad=True))

@@ -18,19 +18,21 @@ class Account:
 
     Attributes:
         limit: how many may be in memory at any moment, None for no limit.
+        others: tells how many of them others have.
         live: in memory now.
         peak: the most that were, scratch of the ops included.
         needed: the most that could not be done without.
     """
 
     limit: int | None
+    others: Callable[[], int] = lambda: 0
     live: int = 0
     peak: int = 0
     needed: int = 0
 
     def over(self, more: int) -> int:
         """By how many bytes `more` would pass the limit; 0 or less if they fit."""
-        return -1 if self.limit is None else self.live + more - self.limit
+        return -1 if self.limit is None else self.live + more + self.others() - self.limit
 
     def note(self, more: int) -> None:
         """Notes a moment at which `more` bytes are in memory."""
@@ -42,7 +44,8 @@ class Accounts:
 
     Args:
         limit: as `parse_limit` reads it; a share of a peak is none here, as nothing is planned.
-        devices: which devices have a limit, as `counted` reads it.
+        has_limit: which devices have it, as `counted` gives it.
+        others: as for `Account`, the same for all.
 
     >>> cpu = torch.device("cpu")
     >>> Accounts(parse_limit("4kB"), counted("all"))[cpu].limit
@@ -52,8 +55,12 @@ class Accounts:
     """
 
     def __init__(
-        self, limit: Limit | DeviceLimits, has_limit: Callable[[torch.device], bool]
+        self,
+        limit: Limit | DeviceLimits,
+        has_limit: Callable[[torch.device], bool],
+        others: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._others = others
         self._limit = limit
         self._has_limit = has_limit
         self._open: dict[torch.device, Account] = {}
@@ -61,7 +68,7 @@ class Accounts:
     def __getitem__(self, device: torch.device) -> Account:
         account = self._open.get(device)
         if account is None:
-            account = self._open[device] = Account(self._limit_on(device))
+            account = self._open[device] = Account(self._limit_on(device), self._others)
         return account
 
     def __iter__(self):

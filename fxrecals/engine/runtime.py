@@ -32,7 +32,10 @@ class SavedBytes(NamedTuple):
 
 
 class Recals:
-    """What `recals` returns: an engine that can be called, and entered."""
+    """What `recals` returns: an engine that can be called, and entered.
+
+    `others` tells how many bytes of the limit others have, such as graphs of the same step.
+    """
 
     def __init__(
         self,
@@ -41,10 +44,11 @@ class Recals:
         policy: str | policies.Policy = "dtr",
         *,
         on_overflow: Literal["raise", "exceed"] = "raise",
+        others: Callable[[], int] = lambda: 0,
     ) -> None:
         if on_overflow not in ("raise", "exceed"):
             raise OptionError("on_overflow", on_overflow, "'raise' or 'exceed'")
-        accounts = Accounts(read_limit(limit), counted(devices))
+        accounts = Accounts(read_limit(limit), counted(devices), others)
         self._engine = Engine(accounts, policies.named(policy), exceeds=on_overflow == "exceed")
         self._inside = threading.local()
 
