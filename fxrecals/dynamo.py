@@ -227,14 +227,8 @@ class Backend:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the same settings, and no graphs: nothing waits for a backward there."""
-        fresh = {
-            "ledger": Ledger(),
-            "plans": (),
-            "_steps": Steps(),
-            "_rehearsed": [],
-            "_engine": None,
-        }
-        return {**self.__dict__, **fresh}
+        fresh = {"ledger": Ledger(), "plans": (), "_steps": Steps()}
+        return {**self.__dict__, **fresh, "_rehearsed": [], "_engine": None}
 
     def __call__(
         self,
@@ -254,8 +248,7 @@ class Backend:
         try:
             found = self._planned(site, site.sizes(site.inputs), example_inputs)
         except Untraced as untraced:
-            assert untraced.__cause__ is not None
-            return self._on_the_engine(gm, untraced.__cause__)
+            return self._on_the_engine(gm, untraced.reason)
         if isinstance(found, Version) and found.part is None:
             return found.call
         return lambda *arguments: self._run(site, arguments)
@@ -424,7 +417,7 @@ class Backend:
                 raise compilation.refused from None
             if compilation.was_traced or _torch.steers_dynamo(error):
                 raise
-            raise Untraced from error
+            raise Untraced(error) from error
         version = Version(call, compilation.part)
         site.versions.append(version)
         return version

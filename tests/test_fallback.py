@@ -167,9 +167,9 @@ def test_options_are_checked_at_once(wrong: dict[str, str], text: str) -> None:
 
 
 def test_only_what_compile_returned_can_be_asked() -> None:
-    with pytest.raises(fxrecals.OptionError, match="what fxrecals.compile returned"):
+    with pytest.raises(fxrecals.OptionError, match=r"what fxrecals\.compile returned"):
         fxrecals.ran(nn.Linear(2, 2))
-    with pytest.raises(fxrecals.OptionError, match="a torch.nn.Module"):
+    with pytest.raises(fxrecals.OptionError, match=r"a torch\.nn\.Module"):
         fxrecals.compile(lambda x: x, "1MB")  # type: ignore[arg-type]
 
 
