@@ -186,8 +186,8 @@ def _fake_twins(
         twin = copy.deepcopy(model, memo)
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied for tracing: {error}; what works: a model "
-            "that copy.deepcopy accepts"
+            f"{type(model).__name__} cannot be copied for tracing: {error}; what works: "
+            f"{_copy_remedy(model)}"
         ) from error
 
     def fake(x: Any) -> Any:
@@ -197,6 +197,18 @@ def _fake_twins(
 
     args, kwargs = _arguments(pytree.tree_map(fake, example))
     return twin, args, kwargs
+
+
+def _copy_remedy(model: nn.Module) -> str:
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            return (
+                "fxrecals.plan or fxrecals.rewrite before fully_shard, or after it "
+                "torch.compile(model, backend=fxrecals.backend(limit))"
+            )
+    return "a model that copy.deepcopy accepts"
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Tensor]:

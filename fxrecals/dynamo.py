@@ -26,7 +26,7 @@ from torch import fx
 
 from fxrecals import _torch
 from fxrecals.capture import Captured, Joint, step
-from fxrecals.compiling import Compilation
+from fxrecals.compiling import Compilation, input_shapes
 from fxrecals.cost import Cost, Free, generators_kept
 from fxrecals.errors import InfeasibleLimitError, OptionError
 from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes, is_charged
@@ -583,7 +583,8 @@ class Backend:
         try:
             plan = plan_graph(graph, limit, notes=seen.breaks, **options)
         except InfeasibleLimitError as error:
-            return Whole(number, refused=copy.copy(error))
+            first = seen.joints[seen.runs[0].joint]
+            return Whole(number, refused=error.of_inputs(input_shapes(first)))
         self.remember(plan)
         self._warn_of_breaks(plan, seen)
         return Whole(number, plan.schedule, self._parts(plan, seen))

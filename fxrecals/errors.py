@@ -18,6 +18,7 @@ from fxrecals.formats import format_bytes
 E = TypeVar("E", bound="FxrecalsError")
 
 _SHOWN_CHARACTERS = 120
+_SHOWN_SHAPES = 4
 
 
 class FxrecalsError(Exception):
@@ -71,6 +72,8 @@ class InfeasibleLimitError(FxrecalsError):
             is proved.
         must_save_bytes: at the floor, bytes that are kept from forward to backward because the
             user's checkpoint policy says MUST_SAVE.
+        shapes: of the inputs of the graph or step that was refused, parameters apart; () where
+            the example says it.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class InfeasibleLimitError(FxrecalsError):
         lowest_bytes: int = 0,
         device_floors: tuple[tuple[str, int], ...] = (),
         must_save_bytes: int = 0,
+        shapes: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.limit_bytes = limit_bytes
         self.floor_bytes = floor_bytes
@@ -96,13 +100,20 @@ class InfeasibleLimitError(FxrecalsError):
         self.lowest_bytes = lowest_bytes
         self.device_floors = device_floors
         self.must_save_bytes = must_save_bytes
+        self.shapes = shapes
         super().__init__(_infeasible(self))
 
     def bounding(self, peak: str) -> InfeasibleLimitError:
         """The same error, of a limit on `peak`."""
-        where = self.op, self.module, self.source, self.device
-        rest = self.lowest_bytes, self.device_floors, self.must_save_bytes
-        return InfeasibleLimitError(self.limit_bytes, self.floor_bytes, *where, peak, *rest)
+        return self._with(peak=peak)
+
+    def of_inputs(self, shapes: tuple[tuple[int, ...], ...]) -> InfeasibleLimitError:
+        """The same error, of a graph or step with inputs of these shapes."""
+        return self._with(shapes=shapes)
+
+    def _with(self, **changes: Any) -> InfeasibleLimitError:
+        given = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return InfeasibleLimitError(**{**given, **changes})
 
 
 class CaptureError(FxrecalsError):
@@ -133,9 +144,18 @@ def _infeasible(error: InfeasibleLimitError) -> str:
     if len(floors) > 1:
         works = "limits that work together are those of the floor"
     return (
-        f"limit {limit}{bounded}{on_device} is below the floor of {floor}{_set_by(error)}; "
+        f"limit {limit}{bounded}{on_device} is below the floor of {floor}{_set_by(error)}"
+        f"{_with_inputs(error)}; "
         f"{_proved(error)}{works} (limit={pasted}{option}){_must_save(error)}"
     )
+
+
+def _with_inputs(error: InfeasibleLimitError) -> str:
+    if not error.shapes:
+        return ""
+    shown = ", ".join(map(str, error.shapes[:_SHOWN_SHAPES]))
+    more = len(error.shapes) - _SHOWN_SHAPES
+    return f", for inputs {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def _must_save(error: InfeasibleLimitError) -> str:

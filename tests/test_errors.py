@@ -119,3 +119,12 @@ def test_a_limit_on_another_peak_is_pasted_with_it() -> None:
         "limit 1 B of the step peak on cuda:0 is below the floor of 2 B, set by mul in net "
         "(a.py:1); the smallest limit that works is 2 B (limit={'cuda:0': 2}, peak=\"step\")"
     )
+
+
+def test_a_limit_that_a_size_cannot_keep_names_the_sizes() -> None:
+    error = InfeasibleLimitError(1, 2, "mul", must_save_bytes=1).of_inputs(((64, 16), (64,)))
+    assert ", set by mul, for inputs (64, 16), (64,); " in str(error)
+    assert error.must_save_bytes == 1
+    assert error.bounding("step").shapes == ((64, 16), (64,))
+    many = InfeasibleLimitError(1, 2, shapes=((1,),) * 9)
+    assert ", for inputs (1,), (1,), (1,), (1,) and 5 more; " in str(many)

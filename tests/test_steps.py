@@ -270,7 +270,25 @@ def test_a_size_that_cannot_be_held_is_refused_and_the_next_one_is_not() -> None
         with pytest.raises(InfeasibleLimitError) as caught:
             compiled(torch.randn(4096, 32))
         assert caught.value.floor_bytes > 4096 * 32 * 4
+        assert ", for inputs (4096, 32); " in str(caught.value)
     compiled(torch.randn(12, 32)).sum().backward()
+
+
+def test_a_size_that_a_rewritten_model_cannot_hold_is_named() -> None:
+    model = blocks(4)
+    small = fxrecals.rewrite(model, torch.randn(16, 32), "100%")
+    with pytest.raises(InfeasibleLimitError, match=r"for inputs \(4096, 32\); "):
+        small(torch.randn(4096, 32))
+
+
+def test_a_step_of_several_graphs_that_cannot_be_held_names_its_inputs() -> None:
+    model, x, call = made("two graphs")
+    compiled, _ = compiled_within(model, 1)
+    with quiet():
+        step_of(compiled, call, model, x)()
+    with pytest.raises(InfeasibleLimitError) as caught:
+        step_of(compiled, call, model, x)()
+    assert caught.value.shapes == (tuple(x.shape),)
 
 
 def test_several_graphs_of_changing_sizes_keep_one_limit() -> None:
