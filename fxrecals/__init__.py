@@ -9,6 +9,7 @@ from fxrecals.api import plan, rewrite
 from fxrecals.dynamo import backend
 from fxrecals.errors import (
     CaptureError,
+    DoubleBackwardError,
     FxrecalsError,
     InfeasibleLimitError,
     LimitError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "DoubleBackwardError",
     "FxrecalsError",
     "InfeasibleLimitError",
     "LimitError",

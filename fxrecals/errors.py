@@ -120,6 +120,18 @@ class CaptureError(FxrecalsError):
     """An example that does not fit the model, or a model that cannot be traced."""
 
 
+class DoubleBackwardError(FxrecalsError, RuntimeError):
+    """A gradient of a gradient, which a compiled backward graph does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a gradient of a gradient was asked for (create_graph=True), and compiled backward "
+            "graphs have none; what works: for such a step the model that was given to "
+            "fxrecals.rewrite or torch.compile, whose parameters are the same, with "
+            "torch.utils.checkpoint(..., use_reentrant=False) where memory is short"
+        )
+
+
 def _revive(kind: type[E], args: tuple[Any, ...]) -> E:
     return kind.__new__(kind, *args)
 

@@ -6,6 +6,7 @@ import pytest
 
 from fxrecals.errors import (
     CaptureError,
+    DoubleBackwardError,
     FxrecalsError,
     InfeasibleLimitError,
     LimitError,
@@ -18,9 +19,11 @@ ERRORS = [
     OptionError("solver", object(), "'auto' or 'greedy'"),
     LimitError("limit", "6", '"6GB"'),
     CaptureError("the example has 2 inputs, the model takes 1"),
+    DoubleBackwardError(),
     InfeasibleLimitError(4 * 10**9, 5_200_000_001, "mul_14", "layers.7.mlp", "model.py:88"),
     InfeasibleLimitError(4 * 10**9, 5_200_000_001, device="cuda:0"),
     InfeasibleLimitError(4 * 10**9, 5_200_000_001, "mul_14", peak="step"),
+    InfeasibleLimitError(4 * 10**9, 5_200_000_001, shapes=((4, 128), (4,))),
 ]
 
 
@@ -46,7 +49,7 @@ def test_bad_arguments_are_value_errors() -> None:
 
 
 def test_every_error_can_be_caught_as_ours() -> None:
-    for kind in (OptionError, LimitError, InfeasibleLimitError, CaptureError):
+    for kind in (OptionError, LimitError, InfeasibleLimitError, CaptureError, DoubleBackwardError):
         assert issubclass(kind, FxrecalsError)
 
 

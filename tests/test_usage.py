@@ -243,8 +243,29 @@ def test_a_gradient_of_a_gradient_is_one_clear_error_and_no_wrong_number(way: st
         grad.square().sum().backward()
         return []
 
-    with pytest.raises(RuntimeError, match="not currently support double backward"):
+    with pytest.raises(fxrecals.DoubleBackwardError, match=r"what works: .* the model that was"):
         left(penalty, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_create_graph_without_a_second_backward_is_eagers(way: str) -> None:
+    def kept(call: Call, model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        gradients = torch.autograd.grad(total(call(x)), [x, *model.parameters()], create_graph=True)
+        return [gradient.detach() for gradient in gradients]
+
+    assert same(left(kept, "eager"), left(kept, way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_double_backward_is_told_works(way: str) -> None:
+    def penalty(call: Call, model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        total(call(x)).backward()
+        again: Any = checkpoint(model, x, use_reentrant=False)
+        (grad,) = torch.autograd.grad(total(again), x, create_graph=True)
+        grad.square().sum().backward()
+        return []
+
+    assert same(left(penalty, "eager"), left(penalty, way))
 
 
 @pytest.mark.parametrize("way", ["eager", *WAYS])
