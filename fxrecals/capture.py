@@ -256,7 +256,7 @@ def _remedy(error: Exception) -> str:
         return (
             "a model whose Python does not branch on values of tensors, or "
             "torch.compile(model, backend=fxrecals.backend(limit)), which plans each graph when "
-            "the step reaches it"
+            "the step reaches it, or torch.utils.checkpoint around parts of the model"
         )
     return (
         "an example with which the model runs, as a tensor, a tuple of arguments or a dict of "
