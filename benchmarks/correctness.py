@@ -183,7 +183,10 @@ class Trial:
         torch._dynamo.reset()
         model, inputs, _ = self.make()
         limit = fxrecals.plan(model, inputs, "100%").baseline_peak_bytes // 2
-        reference, most = self.with_inductor(None)
+        try:
+            reference, most = self.with_inductor(None)
+        except Exception as error:
+            return [self.whose(error)]
         try:
             found, taken = self.with_inductor(limit)
         except fxrecals.InfeasibleLimitError as error:
@@ -196,6 +199,14 @@ class Trial:
             self.beside_eager(found),
             *map(format_bytes, (limit, taken, most)),
         ]
+
+    def whose(self, error: Exception) -> str:
+        """An error of the backend with Inductor in a word, and whether Inductor has it by itself."""
+        try:
+            self.run(lambda model, inputs: torch.compile(model))
+        except Exception as own:
+            return f"{type(own).__name__}, of torch.compile alone too"
+        return type(error).__name__
 
     def with_inductor(self, limit: int | None) -> tuple[measure.Record, int]:
         """What two steps leave with Inductor, and the peak of activations of a third."""
