@@ -70,6 +70,9 @@ LOOSE = 1e-3
 STEPS = 8
 """Of a type's resolution, where that is coarser."""
 
+MEASURED = ("same", "traced", "close", "WRONG")
+"""Begin the words for steps that ran to their end."""
+
 TRIES = 5
 """Limits that are tried to find a step's floor: each graph of it may have a higher one."""
 
@@ -157,7 +160,9 @@ class Trial:
     def compiled_within(self, limit: int) -> str:
         """What a model compiled under a limit leaves."""
         word = self.verdict(lambda model, inputs: self.compile(model, limit, "eager"))
-        return "floor" if word == "InfeasibleLimitError" else word + self.over(self.call, limit)
+        if word == "InfeasibleLimitError":
+            return "floor"
+        return word + self.over(self.call, limit) if word.startswith(MEASURED) else word
 
     def compile(self, model: nn.Module, limit: int | None, inner: Any) -> Callable[..., Any]:
         """The model, compiled under a limit; `call` from then on."""
@@ -171,8 +176,10 @@ class Trial:
                 self.run(functools.partial(self._tried, limit))
             except fxrecals.InfeasibleLimitError as error:
                 limit = error.floor_bytes
+            except Exception:  # the row says what it is
+                return limit
             else:
-                break
+                return limit
         return limit
 
     def _tried(self, limit: int, model: nn.Module, inputs: Any) -> Callable[..., Any]:
