@@ -187,9 +187,10 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
 
 
 def test_a_sharded_model_is_refused_and_told_to_come_before_it_is() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        model: nn.Module = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        model: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(CaptureError, match=r"fxrecals\.rewrite before fully_shard"):
             capture(model, torch.randn(1, 2))
     finally:
