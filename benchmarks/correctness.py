@@ -2,7 +2,8 @@
 
     python -m benchmarks.correctness                 the cases of `tests.cases`
     python -m benchmarks.correctness --zoo zoo.py    and the models of a file with ZOO and build
-    python -m benchmarks.correctness --inductor      and the backend with Inductor at 50 %
+    python -m benchmarks.correctness --by backend    under torch.compile instead of rewritten
+    python -m benchmarks.correctness --by inductor   the same with Inductor, at one limit
     python -m benchmarks.correctness dropout two_halves
 
 For each model, and limits of 100 % and 50 % of the unplanned peak and the floor: whether two steps
@@ -15,16 +16,22 @@ whole model and PyTorch's `activation_memory_budget` leave.
     close     within 1e-5 of eager (relative to the largest value)
     WRONG     neither
     OVER      more bytes than the limit, in percent
-    floor     the limit is under the floor, and refused before anything has run
+    floor     the limit is under the floor, and refused before anything has run; "floor later" where
+              that is so of a later step, as it runs other layers
+
+Under the backend the limits are shares of what plain eager was measured to take, as a model that
+cannot be traced in one piece has no plan; nn.LSTM and its like are let in by `allow_rnn`.
 
 Under Inductor, bits are compared with those of Inductor without a limit, as it draws other random
-numbers than eager, and rounds otherwise. Each model runs in a process of its own. Rows that
+numbers than eager, and rounds otherwise, and with eager's where nothing is drawn. The limit is
+50 %, or the floor where that is higher. Each model runs in a process of its own. Rows that
 ``--rows FILE`` holds already are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import subprocess
@@ -43,19 +50,34 @@ from torch.utils.checkpoint import checkpoint
 import fxrecals
 from benchmarks import measure
 from benchmarks.promises import Subject
+from fxrecals.formats import format_bytes
 
 Made = tuple[nn.Module, Any, Callable[[Any], Tensor]]
 
-HEADS = ("model", "100 %", "50 %", "floor", "checkpoint", "budget 0.5", "budget 0.0")
-
-INDUCTOR = "Inductor"
-"""Head of the column of ``--inductor``, after that of the floor."""
+HEADS = {
+    "rewrite": ("model", "100 %", "50 %", "floor", "checkpoint", "budget 0.5", "budget 0.0"),
+    "backend": ("model", "100 %", "50 %", "floor"),
+    "inductor": ("model", "as without limit", "as eager", "limit", "measured", "without limit"),
+}
+"""Of the table of each way to set a limit."""
 
 CLOSE = 1e-5
 """Of the largest value: what rounding in another order may do."""
 
+LOOSE = 1e-3
+"""The same for Inductor against eager: its formulas differ, and it keeps halves in float32."""
+
+STEPS = 8
+"""Of a type's resolution, where that is coarser."""
+
+MEASURED = ("same", "traced", "close", "WRONG")
+"""Begin the words for steps that ran to their end."""
+
+TRIES = 5
+"""Limits that are tried to find a step's floor: each graph of it may have a higher one."""
+
 SECONDS = 900
-"""That one model may take."""
+"""That one model may take, unless told otherwise."""
 
 
 class Trial:
@@ -65,6 +87,7 @@ class Trial:
         self.make = make
         self.eager = self.run(lambda model, inputs: model)
         self.compiled: measure.Record | None = None
+        self.call: Callable[..., Any] = self.newest.model
 
     def run(self, way: Callable[[nn.Module, Any], Callable[..., Any]]) -> measure.Record:
         """Two steps of what `way` makes of the model."""
@@ -120,42 +143,109 @@ class Trial:
         subject = self.newest
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            taken = measure.step_memory(subject.step(call), subject.model, warmup=1)
+            try:
+                taken = measure.step_memory(subject.step(call), subject.model, warmup=1)
+            except fxrecals.InfeasibleLimitError:  # a model that draws which layers it runs
+                return ", floor later"
         over = taken.activations / limit_bytes - 1
         return "" if over <= 0 else f", OVER {100 * over:.0f} %"
 
-    def lowered(self) -> str:
-        """What the backend with Inductor leaves at 50 %, beside Inductor without a limit."""
-        made: list[Callable[..., Any]] = []
+    def under_backend(self) -> list[str]:
+        """What the backend leaves at 100 % and 50 % of eager's measured peak, and at the floor."""
+        model = self.newest.model
+        whole = measure.step_memory(self.newest.step(model), model, warmup=1).activations
+        limits = whole, whole // 2, self.at_least(1)
+        return [self.compiled_within(limit) for limit in limits]
 
-        def way(limit: int | str | None) -> Callable[[nn.Module, Any], Callable[..., Any]]:
-            def compiled(model: nn.Module, inputs: Any) -> Callable[..., Any]:
-                made.append(torch.compile(model, backend=fxrecals.backend(limit)))
-                return made[-1]
+    def compiled_within(self, limit: int) -> str:
+        """What a model compiled under a limit leaves."""
+        word = self.verdict(lambda model, inputs: self.compile(model, limit, "eager"))
+        if word == "InfeasibleLimitError":
+            return "floor"
+        return word + self.over(self.call, limit) if word.startswith(MEASURED) else word
 
-            return compiled
+    def compile(self, model: nn.Module, limit: int | None, inner: Any) -> Callable[..., Any]:
+        """The model, compiled under a limit; `call` from then on."""
+        self.call = torch.compile(model, backend=fxrecals.backend(limit, inner=inner))
+        return self.call
 
+    def at_least(self, limit: int) -> int:
+        """A limit, or the floor: each error names that of the graph or step that raised it."""
+        for _ in range(TRIES):
+            try:
+                self.run(functools.partial(self._tried, limit))
+            except fxrecals.InfeasibleLimitError as error:
+                limit = error.floor_bytes
+            except Exception:  # the row says what it is
+                return limit
+            else:
+                return limit
+        return limit
+
+    def _tried(self, limit: int, model: nn.Module, inputs: Any) -> Callable[..., Any]:
+        return self.compile(model, limit, "eager")
+
+    def under_inductor(self) -> list[str]:
+        """What the backend with Inductor leaves, and the bytes that it takes."""
+        torch._dynamo.reset()
+        model, inputs, _ = self.make()
+        limit = fxrecals.plan(model, inputs, "100%").baseline_peak_bytes // 2
         try:
-            torch._dynamo.reset()
-            model, inputs, _ = self.make()
-            whole = fxrecals.plan(model, inputs, "100%")
-            limit = max(whole.floor_bytes, whole.baseline_peak_bytes // 2)
-            reference, found = self.run(way(None)), self.run(way(limit))
+            reference, most = self.with_inductor(None)
         except Exception as error:
-            return type(error).__name__
+            return [self.whose(error)]
+        try:
+            found, taken = self.with_inductor(limit)
+        except fxrecals.InfeasibleLimitError as error:
+            limit = error.floor_bytes
+            found, taken = self.with_inductor(limit)
         wrong = far_off(reference, found)
-        word = "same" if not measure.compare(reference, found) else "close"
-        return (f"WRONG ({wrong} differ)" if wrong else word) + self.over(made[-1], limit)
+        word = "close" if measure.compare(reference, found) else "same"
+        return [
+            f"WRONG ({wrong} differ)" if wrong else word,
+            self.beside_eager(found),
+            *map(format_bytes, (limit, taken, most)),
+        ]
+
+    def whose(self, error: Exception) -> str:
+        """An error of the backend with Inductor in a word, and whether Inductor alone has it."""
+        try:
+            self.run(lambda model, inputs: torch.compile(model))
+        except Exception as own:
+            return f"{type(own).__name__}, of torch.compile alone too"
+        return type(error).__name__
+
+    def with_inductor(self, limit: int | None) -> tuple[measure.Record, int]:
+        """What two steps leave with Inductor, and the peak of activations of a third."""
+        found = self.run(lambda model, inputs: self.compile(model, limit, "inductor"))
+        subject = self.newest
+        taken = measure.step_memory(subject.step(self.call), subject.model, warmup=1)
+        return found, taken.activations
+
+    def beside_eager(self, found: measure.Record) -> str:
+        """What Inductor leaves, against eager where the same numbers are drawn: none."""
+        torch.manual_seed(0)
+        if not torch.equal(torch.get_rng_state(), self.eager.rng):
+            return "draws"
+        gradients = (gradient for gradient in self.eager.gradients.values() if gradient is not None)
+        noise = CLOSE * max(map(_largest, gradients), default=0.0)  # for those that are zero
+        wrong = far_off(self.eager, found, lambda t: max(noise, _rounding(t.dtype) * _largest(t)))
+        return f"WRONG ({wrong} differ)" if wrong else "close"
 
 
-def far_off(reference: measure.Record, found: measure.Record) -> int:
-    """How many tensors differ by more than rounding in another order can do."""
+def far_off(
+    reference: measure.Record,
+    found: measure.Record,
+    allowed: Callable[[Tensor], float] | None = None,
+) -> int:
+    """How many tensors differ by more than is allowed: by default, what another order can do."""
     if len(reference.outputs) != len(found.outputs):
         return abs(len(reference.outputs) - len(found.outputs))
-    return sum(not _is_close(a, b) for _, a, b in measure.pairs(reference, found))
+    allowed = allowed or (lambda t: CLOSE * max(1e-30, _largest(t)))
+    return sum(not _is_close(a, b, allowed) for _, a, b in measure.pairs(reference, found))
 
 
-def _is_close(a: Tensor | None, b: Tensor | None) -> bool:
+def _is_close(a: Tensor | None, b: Tensor | None, allowed: Callable[[Tensor], float]) -> bool:
     if a is None or b is None:
         return a is b
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -164,7 +254,15 @@ def _is_close(a: Tensor | None, b: Tensor | None) -> bool:
         return True
     if not a.is_floating_point():
         return torch.equal(a, b)
-    return bool((a.double() - b.double()).abs().max() <= CLOSE * max(1e-30, a.abs().max().item()))
+    return bool((a.double() - b.double()).abs().max() <= allowed(a))
+
+
+def _largest(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return max(LOOSE, STEPS * torch.finfo(dtype).eps)
 
 
 def checkpointed(model: nn.Module, inputs: Any) -> Callable[..., Any]:
@@ -191,14 +289,16 @@ def budgeted(budget: float) -> Callable[[nn.Module, Any], Callable[..., Any]]:
     return way
 
 
-def row(name: str, make: Callable[[], Made], inductor: bool) -> list[str]:
-    """A row of the table."""
+def row(name: str, make: Callable[[], Made], by: str) -> list[str]:
+    """A row of the table of one way to set a limit."""
     trial = Trial(make)
-    cells = trial.within()
-    cells += [trial.lowered()] if inductor else []
-    cells.append(trial.verdict(checkpointed))
-    cells += [trial.verdict(budgeted(budget)) for budget in (0.5, 0.0)]
-    return [name, *cells]
+    if by == "backend":
+        with torch._dynamo.config.patch(allow_rnn=True):
+            return [name, *trial.under_backend()]
+    if by == "inductor":
+        return [name, *trial.under_inductor()]
+    budgets = [trial.verdict(budgeted(budget)) for budget in (0.5, 0.0)]
+    return [name, *trial.within(), trial.verdict(checkpointed), *budgets]
 
 
 def makers(zoo: Path | None) -> dict[str, Callable[[], Made]]:
@@ -222,15 +322,15 @@ def makers(zoo: Path | None) -> dict[str, Callable[[], Made]]:
 
 def in_a_process(name: str, options: argparse.Namespace) -> list[str]:
     """The row of one model, or what ended its process."""
-    command = [sys.executable, "-m", "benchmarks.correctness", "--alone", name]
+    command = [sys.executable, "-m", "benchmarks.correctness", "--alone", name, "--by", options.by]
     if options.zoo is not None:
         command += ["--zoo", str(options.zoo)]
-    if options.inductor:
-        command += ["--inductor"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=options.seconds, check=False
+        )
     except subprocess.TimeoutExpired:
-        return [name, f"over {SECONDS} s"]
+        return [name, f"over {options.seconds} s"]
     if done.returncode:
         last = done.stderr.strip().splitlines()
         return [name, f"ended by {last[-1][:60] if last else done.returncode}"]
@@ -241,15 +341,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", metavar="model")
     parser.add_argument("--zoo", type=Path, help="a file with ZOO and build(name)")
-    parser.add_argument("--inductor", action="store_true", help="the backend with Inductor too")
+    parser.add_argument("--by", choices=HEADS, default="rewrite", help="how the limit is set")
     parser.add_argument("--rows", type=Path, help="JSON lines: rows that were run, and are added")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="that one model may take")
     parser.add_argument("--alone", action="store_true", help="one model, here, as JSON")
     options = parser.parse_args()
     found = makers(options.zoo)
     if options.alone:
         warnings.simplefilter("ignore")
         (name,) = options.models
-        print(json.dumps(row(name, found[name], options.inductor)))
+        print(json.dumps(row(name, found[name], options.by)))
         return
     kept = options.rows.read_text().splitlines() if options.rows and options.rows.exists() else []
     done: dict[str, list[str]] = {line[0]: line for line in map(json.loads, kept)}
@@ -261,9 +362,8 @@ def main() -> None:
         if options.rows:
             with options.rows.open("a") as file:
                 print(json.dumps(done[name]), file=file)
-    heads = [*HEADS[:4], INDUCTOR, *HEADS[4:]] if options.inductor else HEADS
     rows = [done[name] for name in options.models or found]
-    print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
+    print(tabulate(rows, HEADS[options.by], tablefmt="github", disable_numparse=True))
 
 
 if __name__ == "__main__":

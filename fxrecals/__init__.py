@@ -12,6 +12,7 @@ from fxrecals.dynamo import backend
 from fxrecals.engine import Evictable, recals
 from fxrecals.errors import (
     CaptureError,
+    DoubleBackwardError,
     FxrecalsError,
     InfeasibleLimitError,
     LimitError,
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "DoubleBackwardError",
     "Evictable",
     "FxrecalsError",
     "InfeasibleLimitError",

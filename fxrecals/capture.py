@@ -64,7 +64,8 @@ class Run:
         sources: by index of placeholder, the run and output that it came from.
         made: indices of the placeholders that were made between two graphs, in plain Python.
         parameters: by index of placeholder, a number that tells parameters apart.
-        results: indices of the forward outputs that the model returns.
+        results: indices of the forward outputs that the model returns; () where it is the only
+            run, and its joint graph tells.
     """
 
     joint: int
@@ -136,6 +137,8 @@ def capture(
         with _undisturbed(), _torch.quiet(), mode:
             compiled = _torch.compile_alone(_call, recorder.backend, 1 << 20)
             result = compiled(twin, *args, **kwargs)
+    except _Traced:
+        result = None
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be traced with example={_described(example)}: "
@@ -186,8 +189,8 @@ def _fake_twins(
         twin = copy.deepcopy(model, memo)
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied for tracing: {error}; what works: a model "
-            "that copy.deepcopy accepts"
+            f"{type(model).__name__} cannot be copied for tracing: {error}; what works: "
+            f"{_copy_remedy(model)}"
         ) from error
 
     def fake(x: Any) -> Any:
@@ -197,6 +200,18 @@ def _fake_twins(
 
     args, kwargs = _arguments(pytree.tree_map(fake, example))
     return twin, args, kwargs
+
+
+def _copy_remedy(model: nn.Module) -> str:
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            return (
+                "fxrecals.plan or fxrecals.rewrite before fully_shard, or after it "
+                "torch.compile(model, backend=fxrecals.backend(limit))"
+            )
+    return "a model that copy.deepcopy accepts"
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -244,7 +259,7 @@ def _remedy(error: Exception) -> str:
         return (
             "a model whose Python does not branch on values of tensors, or "
             "torch.compile(model, backend=fxrecals.backend(limit)), which plans each graph when "
-            "the step reaches it"
+            "the step reaches it, or torch.utils.checkpoint around parts of the model"
         )
     return (
         "an example with which the model runs, as a tensor, a tuple of arguments or a dict of "
@@ -262,6 +277,11 @@ def _described(example: Any) -> str:
     if isinstance(example, (tuple, list)):
         return "(" + ", ".join(_described(x) for x in example) + ")"
     return repr(example)[:60]
+
+
+class _Traced(Exception):
+    """The one graph of a model has run. What comes after it is what the model's Python leaves
+    behind outside of the model, a counter for example, which planning is not to touch."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +305,8 @@ class _Recorder:
         self.graphs = 0
         self.alive: list[Any] = []  # storages are compared by address: none may be freed meanwhile
         self._pending: Joint | None = None
+        self._frame = _torch.frames_seen()  # that of the call of the model, which comes first
+        self._is_all = False
         self._aot = _torch.aot_autograd(
             fw_compiler=self._compile_forward,
             bw_compiler=lambda gm, inputs: _torch.box(gm),
@@ -298,6 +320,7 @@ class _Recorder:
         reason = _torch.break_reason(gm)
         if reason:
             self.breaks.append(reason)
+        self._is_all = not reason and _torch.frame_number() == self._frame
         return self._aot(gm, inputs)
 
     def _partition(
@@ -310,7 +333,7 @@ class _Recorder:
 
     def _compile_forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self._pending is not None, "AOTAutograd partitions before it compiles a forward"
-        index, joint = len(self.joints), self._pending
+        index, joint, is_all = len(self.joints), self._pending, self._is_all
         self.joints.append(joint)
         run = _torch.box(gm)
 
@@ -319,6 +342,8 @@ class _Recorder:
             out = run(args)
             made = tuple(self._key(x) for x in out[: joint.num_fwd_outputs])
             self.executed.append(_Executed(index, keys, made))
+            if is_all:
+                raise _Traced
             return out
 
         forward._boxed_call = True  # type: ignore[attr-defined]

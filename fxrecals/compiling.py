@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from fxrecals import _torch
 from fxrecals.capture import Joint
@@ -26,6 +26,17 @@ class Untraced(Exception):
     def __init__(self, reason: Exception) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def input_shapes(joint: Joint) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what a joint graph's forward takes, parameters and buffers apart."""
+    nodes = enumerate(joint.module.graph.find_nodes(op="placeholder"))
+    given = (n for i, n in nodes if i not in joint.parameter_inputs and not _torch.is_tangent(n))
+    values = (node.meta.get("val") for node in given)
+    with _torch.sizes_known(dict(joint.sizes)):
+        return tuple(
+            tuple(map(_torch.hint, value.shape)) for value in values if isinstance(value, Tensor)
+        )
 
 
 @dataclass
@@ -83,8 +94,8 @@ class Compilation:
         try:
             planned = self.decide(graph)
         except InfeasibleLimitError as error:
-            self.refused = error
-            raise
+            self.refused = error.of_inputs(input_shapes(kept))
+            raise self.refused from None
         self.part = Part(kept, graph, planned, self.hold(graph, planned))
         return split(
             joint,

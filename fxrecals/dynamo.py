@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
-from torch import fx
+from torch import Tensor, fx
 
 from fxrecals import _torch
 from fxrecals.capture import Captured, Joint, step
-from fxrecals.compiling import Compilation, Untraced
+from fxrecals.compiling import Compilation, Untraced, input_shapes
 from fxrecals.cost import Cost, Free, generators_kept
 from fxrecals.engine import Recals
-from fxrecals.errors import InfeasibleLimitError, OptionError
+from fxrecals.errors import DoubleBackwardError, InfeasibleLimitError, OptionError
 from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes, is_charged
 from fxrecals.ledger import Held, Ledger
 from fxrecals.planning import limit_bytes, named_cost, named_peak, plan_graph, solve_within
@@ -328,9 +328,10 @@ class Backend:
         if self._sees_steps:
             self._steps.enter(run)
 
-        def leave(inputs: Any, outputs: Any) -> None:
+        def leave(gradients: Sequence[Any], _: Any) -> None:
             run.has_run = True
             self.ledger.leave(ticket, has_run=True)
+            _refuse_second_derivatives(gradients)
 
         node.register_hook(leave)
         weakref.finalize(node, self.ledger.leave, ticket).atexit = False
@@ -498,11 +499,13 @@ class Backend:
                 raise
             floor = error.floor_bytes
             if floor > allowance:
+                left = f"the graphs before it leave {format_bytes(allowance)} of limit={limit}"
+                if self.ledger.is_empty:
+                    left = f"limit={limit} is {format_bytes(allowance)}, as far as is known"
                 self._warn(
                     graph,
-                    f"needs at least {format_bytes(floor)}, and the graphs before it leave "
-                    f"{format_bytes(allowance)} of limit={limit}: it is planned at its floor, "
-                    f"{format_bytes(floor - allowance)} over what is left",
+                    f"needs at least {format_bytes(floor)}, and {left}: it is planned at its "
+                    f"floor, {format_bytes(floor - allowance)} over that",
                 )
             return self._ask(graph, limit, floor)
 
@@ -558,7 +561,7 @@ class Backend:
         return self.ledger.allowance(limit, simulate(bounded, keep).peak_bytes)
 
     def _warn(self, graph: Graph, found: str) -> None:
-        """Says, once, how a graph after a break misses the limit."""
+        """Says, once, how a graph before or after a break misses the limit."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -568,8 +571,9 @@ class Backend:
             if self._sees_steps
             else "fxrecals.plan and fxrecals.rewrite see the whole step, and may find room"
         )
+        which = "the graph" if self.ledger.is_empty else "the graph after the break"
         warnings.warn(
-            f"the graph after the break at {next(sources, 'an unknown line')} {found}. {then}",
+            f"{which} at {next(sources, 'an unknown line')} {found}. {then}",
             stacklevel=2,
         )
 
@@ -613,7 +617,8 @@ class Backend:
         try:
             plan = plan_graph(graph, limit, notes=seen.breaks, **options)
         except InfeasibleLimitError as error:
-            return Whole(number, refused=copy.copy(error))
+            first = seen.joints[seen.runs[0].joint]
+            return Whole(number, refused=error.of_inputs(input_shapes(first)))
         self.remember(plan)
         self._warn_of_breaks(plan, seen)
         return Whole(number, plan.schedule, self._parts(plan, seen))
@@ -656,6 +661,17 @@ class Backend:
     def remember(self, planned: Any) -> None:
         """Adds to `plans`."""
         self.plans = (*self.plans, planned)[-MOST_PLANS:]
+
+
+def _refuse_second_derivatives(gradients: Sequence[Any]) -> None:
+    """Raises an error of ours where autograd would go through a backward graph."""
+    made = (x.grad_fn for x in gradients if isinstance(x, Tensor))
+    for node in dict.fromkeys(node for node in made if node is not None):
+        node.register_prehook(_raise_double_backward)
+
+
+def _raise_double_backward(_: Any) -> None:
+    raise DoubleBackwardError
 
 
 def _handed_bytes(graph: Graph) -> int:

@@ -18,6 +18,7 @@ from fxrecals.formats import format_bytes
 E = TypeVar("E", bound="FxrecalsError")
 
 _SHOWN_CHARACTERS = 120
+_SHOWN_SHAPES = 4
 
 
 class FxrecalsError(Exception):
@@ -73,6 +74,8 @@ class InfeasibleLimitError(FxrecalsError):
             user's checkpoint policy says MUST_SAVE.
         so_far: whether the floor is what one op needs, in a step that nobody has planned: ops after
             it may need more.
+        shapes: of the inputs of the graph or step that was refused, parameters apart; () where
+            the example says it.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class InfeasibleLimitError(FxrecalsError):
         device_floors: tuple[tuple[str, int], ...] = (),
         must_save_bytes: int = 0,
         so_far: bool = False,
+        shapes: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.limit_bytes = limit_bytes
         self.floor_bytes = floor_bytes
@@ -100,6 +104,7 @@ class InfeasibleLimitError(FxrecalsError):
         self.device_floors = device_floors
         self.must_save_bytes = must_save_bytes
         self.so_far = so_far
+        self.shapes = shapes
         super().__init__(_infeasible(self))
 
     def bounding(self, peak: str) -> InfeasibleLimitError:
@@ -107,10 +112,31 @@ class InfeasibleLimitError(FxrecalsError):
         where = self.op, self.module, self.source, self.device
         rest = self.lowest_bytes, self.device_floors, self.must_save_bytes, self.so_far
         return InfeasibleLimitError(self.limit_bytes, self.floor_bytes, *where, peak, *rest)
+        return self._with(peak=peak)
+
+    def of_inputs(self, shapes: tuple[tuple[int, ...], ...]) -> InfeasibleLimitError:
+        """The same error, of a graph or step with inputs of these shapes."""
+        return self._with(shapes=shapes)
+
+    def _with(self, **changes: Any) -> InfeasibleLimitError:
+        given = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return InfeasibleLimitError(**{**given, **changes})
 
 
 class CaptureError(FxrecalsError):
     """An example that does not fit the model, or a model that cannot be traced."""
+
+
+class DoubleBackwardError(FxrecalsError, RuntimeError):
+    """A gradient of a gradient, which a compiled backward graph does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a gradient of a gradient was asked for (create_graph=True), and compiled backward "
+            "graphs have none; what works: for such a step the model that was given to "
+            "fxrecals.rewrite or torch.compile, whose parameters are the same, with "
+            "torch.utils.checkpoint(..., use_reentrant=False) where memory is short"
+        )
 
 
 def _revive(kind: type[E], args: tuple[Any, ...]) -> E:
@@ -143,9 +169,18 @@ def _infeasible(error: InfeasibleLimitError) -> str:
     if len(floors) > 1:
         works = "limits that work together are those of the floor"
     return (
-        f"limit {limit}{bounded}{on_device} is below the floor of {floor}{_set_by(error)}; "
+        f"limit {limit}{bounded}{on_device} is below the floor of {floor}{_set_by(error)}"
+        f"{_with_inputs(error)}; "
         f"{_proved(error)}{works} (limit={pasted}{option}){_must_save(error)}"
     )
+
+
+def _with_inputs(error: InfeasibleLimitError) -> str:
+    if not error.shapes:
+        return ""
+    shown = ", ".join(map(str, error.shapes[:_SHOWN_SHAPES]))
+    more = len(error.shapes) - _SHOWN_SHAPES
+    return f", for inputs {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def _must_save(error: InfeasibleLimitError) -> str:

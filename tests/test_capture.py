@@ -1,10 +1,14 @@
 """Tracing a model without running it, and joining its graphs into one step."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fxrecals import ir
 from fxrecals.capture import Captured, capture, step
@@ -170,6 +174,27 @@ def test_a_model_whose_output_is_detached_is_refused() -> None:
 def test_a_function_is_no_module() -> None:
     with pytest.raises(CaptureError, match="model is a function"):
         capture(lambda x: x, X)  # type: ignore[arg-type]
+
+
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("no copies")
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"no copies; what works: a model that copy\.deepcopy"):
+        capture(Uncopied(2, 2), torch.randn(1, 2))
+
+
+def test_a_sharded_model_is_refused_and_told_to_come_before_it_is() -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(CaptureError, match=r"fxrecals\.rewrite before fully_shard"):
+            capture(model, torch.randn(1, 2))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_python_that_branches_on_values_is_named_as_the_cause() -> None:

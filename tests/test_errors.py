@@ -6,6 +6,7 @@ import pytest
 
 from fxrecals.errors import (
     CaptureError,
+    DoubleBackwardError,
     FxrecalsError,
     InfeasibleLimitError,
     LimitError,
@@ -18,9 +19,11 @@ ERRORS = [
     OptionError("solver", object(), "'auto' or 'greedy'"),
     LimitError("limit", "6", '"6GB"'),
     CaptureError("the example has 2 inputs, the model takes 1"),
+    DoubleBackwardError(),
     InfeasibleLimitError(4 * 10**9, 5_200_000_001, "mul_14", "layers.7.mlp", "model.py:88"),
     InfeasibleLimitError(4 * 10**9, 5_200_000_001, device="cuda:0"),
     InfeasibleLimitError(4 * 10**9, 5_200_000_001, "mul_14", peak="step"),
+    InfeasibleLimitError(4 * 10**9, 5_200_000_001, shapes=((4, 128), (4,))),
 ]
 
 
@@ -46,7 +49,7 @@ def test_bad_arguments_are_value_errors() -> None:
 
 
 def test_every_error_can_be_caught_as_ours() -> None:
-    for kind in (OptionError, LimitError, InfeasibleLimitError, CaptureError):
+    for kind in (OptionError, LimitError, InfeasibleLimitError, CaptureError, DoubleBackwardError):
         assert issubclass(kind, FxrecalsError)
 
 
@@ -119,3 +122,12 @@ def test_a_limit_on_another_peak_is_pasted_with_it() -> None:
         "limit 1 B of the step peak on cuda:0 is below the floor of 2 B, set by mul in net "
         "(a.py:1); the smallest limit that works is 2 B (limit={'cuda:0': 2}, peak=\"step\")"
     )
+
+
+def test_a_limit_that_a_size_cannot_keep_names_the_sizes() -> None:
+    error = InfeasibleLimitError(1, 2, "mul", must_save_bytes=1).of_inputs(((64, 16), (64,)))
+    assert ", set by mul, for inputs (64, 16), (64,); " in str(error)
+    assert error.must_save_bytes == 1
+    assert error.bounding("step").shapes == ((64, 16), (64,))
+    many = InfeasibleLimitError(1, 2, shapes=((1,),) * 9)
+    assert ", for inputs (1,), (1,), (1,), (1,) and 5 more; " in str(many)

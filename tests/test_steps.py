@@ -108,7 +108,7 @@ def compiled_within(model: nn.Module, limit: Any, **options: Any) -> tuple[Any, 
 @contextmanager
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the step is|the graph after the break")
+        warnings.filterwarnings("ignore", "the step is|the graph (at|after)")
         yield
 
 
@@ -178,7 +178,7 @@ def test_a_step_that_recomputes_says_once_what_its_breaks_cost() -> None:
     compiled, chosen = compiled_within(model, smallest_limit("two graphs"))
     step = step_of(compiled, call, model, x)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the graph after the break")
+        warnings.filterwarnings("ignore", "the graph (at|after)")
         step()
         with pytest.warns(UserWarning, match=r"2 graphs, planned together.*16.4 kB here.*break at"):
             step()
@@ -270,7 +270,36 @@ def test_a_size_that_cannot_be_held_is_refused_and_the_next_one_is_not() -> None
         with pytest.raises(InfeasibleLimitError) as caught:
             compiled(torch.randn(4096, 32))
         assert caught.value.floor_bytes > 4096 * 32 * 4
+        assert ", for inputs (4096, 32); " in str(caught.value)
     compiled(torch.randn(12, 32)).sum().backward()
+
+
+def test_a_size_that_a_rewritten_model_cannot_hold_is_named() -> None:
+    model = blocks(4)
+    small = fxrecals.rewrite(model, torch.randn(16, 32), "100%")
+    with pytest.raises(InfeasibleLimitError, match=r"for inputs \(4096, 32\); "):
+        small(torch.randn(4096, 32))
+
+
+def test_a_step_of_several_graphs_that_cannot_be_held_names_its_inputs() -> None:
+    model, x, call = made("two graphs")
+    compiled, _ = compiled_within(model, 1)
+    with quiet():
+        step_of(compiled, call, model, x)()
+    with pytest.raises(InfeasibleLimitError) as caught:
+        step_of(compiled, call, model, x)()
+    assert caught.value.shapes == (tuple(x.shape),)
+
+
+def test_a_share_is_refused_of_the_step_and_not_of_the_first_of_its_graphs() -> None:
+    """The share is one of the step, and how much that is shows when the step has ended."""
+    model, x, call = made("two graphs")
+    compiled, _ = compiled_within(model, "20%")
+    with pytest.warns(UserWarning, match=r"^the graph at test_steps.* limit=20% is [^:]*: it is"):
+        step_of(compiled, call, model, x)()
+    with pytest.raises(InfeasibleLimitError) as caught:
+        step_of(compiled, call, model, x)()
+    assert caught.value.limit_bytes == fxrecals.plan(model, x, "100%").baseline_peak_bytes // 5
 
 
 def test_several_graphs_of_changing_sizes_keep_one_limit() -> None:
