@@ -14,6 +14,7 @@ from fxrecals.errors import (
     LimitError,
     OptionError,
 )
+from fxrecals.fitting import fit
 from fxrecals.plans import Plan
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "OptionError",
     "Plan",
     "backend",
+    "fit",
     "plan",
     "rewrite",
 ]

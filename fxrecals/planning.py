@@ -47,17 +47,29 @@ def plan_graph(
     notes: tuple[str, ...] = (),
     deadline: float | None = None,
     on_progress: Progress | None = None,
+    explored: Frontier | None = None,
 ) -> Plan:
-    """The plan of a graph. `allowance_bytes`, if given, replaces the limit.
+    """The plan of a graph.
+
+    Args:
+        graph: the step.
+        limit: as it was read.
+        solver: one of `SOLVERS`.
+        peak: what the limit bounds.
+        allowance_bytes: if given, replaces the limit.
+        notes: what the reader of the plan should know.
+        deadline: as for `fxrecals.plan`.
+        on_progress: as for `fxrecals.plan`.
+        explored: what `explore` found of this graph and peak, where the limit is one for all
+            devices.
 
     Raises:
         InfeasibleLimitError: the limit is under the floor.
     """
-    counted = bounded_graph(graph, peak)
     limits = _by_device(limit, graph, peak) if isinstance(limit, DeviceLimits) else None
-    problem = make_problem(counted, limits if allowance_bytes is None else None)
-    exactly = True if solver == "exact" else None
-    frontier = Frontier(problem, clock=Clock(deadline), exactly=exactly)
+    divided = limits if allowance_bytes is None else None
+    frontier = explored or _frontier(graph, peak, divided, solver, deadline)
+    problem = frontier.problem
     choices: tuple[Choice, ...] = ()
     nbytes = allowance_bytes
     if limit is None:
@@ -88,6 +100,23 @@ def plan_graph(
         tuple(sorted((limits or {}).items())),
         frontier.lowest_peak,
     )
+
+
+def explore(graph: Graph, peak: Peak) -> Frontier:
+    """What is known of a graph before a limit is given; its `floor` is the smallest that works."""
+    return _frontier(graph, peak, None, "auto", None)
+
+
+def _frontier(
+    graph: Graph,
+    peak: Peak,
+    limits: Mapping[str, int] | None,
+    solver: str,
+    deadline: float | None,
+) -> Frontier:
+    problem = make_problem(bounded_graph(graph, peak), limits)
+    exactly = True if solver == "exact" else None
+    return Frontier(problem, clock=Clock(deadline), exactly=exactly)
 
 
 def solve_within(
@@ -174,7 +203,10 @@ def _knee(frontier: Frontier) -> tuple[tuple[Choice, ...], Point]:
     baseline, floor = frontier.baseline_bytes, frontier.floor.peak_bytes
     limits = [baseline, *(baseline * share // 100 for share in SHARES), floor]
     points = frontier.curve([limit for limit in limits if limit >= floor])
-    choices = tuple(Choice(limit, p.peak_bytes, p.seconds) for limit, p in points.items())
+    choices = tuple(
+        Choice(limit, p.peak_bytes, p.seconds, min(p.seconds, frontier.bound_seconds(limit)))
+        for limit, p in points.items()
+    )
     worst = max((p.seconds for p in points.values()), default=0.0) or 1.0
     best = min(points.values(), key=lambda p: p.peak_bytes / max(baseline, 1) + p.seconds / worst)
     return choices, best

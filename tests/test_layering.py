@@ -31,7 +31,7 @@ LAYERS = {
         {"halves"},
         {"engine"},
     ),
-    "view": ({"report", "plot"},),
+    "view": ({"report"}, {"explanation", "plot"}),
     "top": (
         {"plans"},
         {"export"},
@@ -42,6 +42,9 @@ LAYERS = {
         {"compiling"},
         {"dynamo"},
         {"api"},
+        {"factories"},
+        {"fitting"},
+        {"monitoring"},
         {"__init__"},
         {"cli"},
         {"__main__"},
@@ -63,7 +66,7 @@ HALVES_BELOW = {
 NOT_FOR_TORCH = "solve"
 """Planning and running know of each other only through `planning` and `dynamo`."""
 
-FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals"}
+FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals", "fit", "monitor"}
 """Public functions: a module of that name would hide them."""
 
 
