@@ -15,6 +15,7 @@ from fxrecals.errors import (
     OptionError,
 )
 from fxrecals.fitting import fit
+from fxrecals.monitoring import monitor
 from fxrecals.plans import Plan
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "backend",
     "fit",
+    "monitor",
     "plan",
     "rewrite",
 ]

@@ -531,6 +531,17 @@ def cpu_capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Adds JSON to torch's structured trace (TORCH_TRACE), if that is on; else nothing is called.
+
+    torch._logging.trace_structured, read in torch 2.13, `_logging/_internal.py`.
+    """
+    from torch._logging import trace_structured
+
+    about = {"name": name, "encoding": "json"}
+    trace_structured("artifact", metadata_fn=lambda: about, payload_fn=payload)
+
+
 def is_profiling() -> bool:
     """Whether a profiler is running: a second one cannot be started (torch 2.13)."""
     from torch._C._autograd import _profiler_enabled

@@ -165,6 +165,7 @@ def fit(
         notes=best.notes,
         on_progress=on_progress,
         explored=best.frontier,
+        name=f"{vary}={best.size}",
     )
     return search.result(vary, found)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fxrecals import _torch
 from fxrecals import cost as costing
 from fxrecals.cost import Call, Cost, OpCost
 from fxrecals.errors import InfeasibleLimitError, OptionError
+from fxrecals.formats import format_bytes
 from fxrecals.ir import Graph, Kind, Peak, bounded_graph, gradient_bytes
 from fxrecals.plans import Choice, Plan
 from fxrecals.schedule import Schedule
@@ -37,6 +41,9 @@ MOMENTS = 2
 """Tensors of the size of the gradients that ``limit="auto"`` leaves for an optimizer's state."""
 
 
+logger = logging.getLogger("fxrecals")
+
+
 def plan_graph(
     graph: Graph,
     limit: Limit | DeviceLimits | None,
@@ -48,8 +55,9 @@ def plan_graph(
     deadline: float | None = None,
     on_progress: Progress | None = None,
     explored: Frontier | None = None,
+    name: str = "a graph",
 ) -> Plan:
-    """The plan of a graph.
+    """The plan of a graph; a line of the log says so, and an artifact of torch's trace holds it.
 
     Args:
         graph: the step.
@@ -62,10 +70,12 @@ def plan_graph(
         on_progress: as for `fxrecals.plan`.
         explored: what `explore` found of this graph and peak, where the limit is one for all
             devices.
+        name: whose graph it is, for the log.
 
     Raises:
         InfeasibleLimitError: the limit is under the floor.
     """
+    start = time.perf_counter()
     limits = _by_device(limit, graph, peak) if isinstance(limit, DeviceLimits) else None
     divided = limits if allowance_bytes is None else None
     frontier = explored or _frontier(graph, peak, divided, solver, deadline)
@@ -87,7 +97,7 @@ def plan_graph(
     )
     if solver == "exact" and bound < point.seconds * (1 - NEAR):
         notes = (*notes, UNPROVED)
-    return Plan(
+    found = Plan(
         graph,
         problem.schedule(point.runs),
         nbytes,
@@ -100,6 +110,17 @@ def plan_graph(
         tuple(sorted((limits or {}).items())),
         frontier.lowest_peak,
     )
+    _announce(found, name, time.perf_counter() - start)
+    return found
+
+
+def _announce(plan: Plan, name: str, seconds: float) -> None:
+    limit = "none" if plan.limit_bytes is None else format_bytes(plan.limit_bytes)
+    extra = 100 * plan.extra_seconds / max(plan.baseline_seconds, 1e-12)
+    peak = format_bytes(plan.bounded.peak_bytes)
+    about = "planned %s: limit %s, peak %s, +%.1f %% time, in %.2f s"
+    logger.info(about, name, limit, peak, extra, seconds)
+    _torch.trace_artifact("fxrecals_plan", plan.to_json)
 
 
 def explore(graph: Graph, peak: Peak) -> Frontier:

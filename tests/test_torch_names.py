@@ -24,6 +24,7 @@ NAMES = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch._functorch._aot_autograd.descriptors", "GradAOTOutput"),
     ("torch.utils.flop_counter", "flop_registry"),
+    ("torch._logging", "trace_structured"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch._C._dynamo.eval_frame", "reset_code"),
 ]
