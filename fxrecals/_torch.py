@@ -534,9 +534,9 @@ def cpu_capability() -> str:
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """Adds JSON to torch's structured trace (TORCH_TRACE), if that is on; else nothing is called.
 
-    torch._logging.trace_structured, read in torch 2.13, `_logging/_internal.py`.
+    Read in torch 2.13, `_logging/_internal.py`.
     """
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     about = {"name": name, "encoding": "json"}
     trace_structured("artifact", metadata_fn=lambda: about, payload_fn=payload)

@@ -1,21 +1,21 @@
 """Why a plan keeps a tensor or makes it again, what that costs, who needs it, when it is freed.
 
-    >>> from fxrecals.ir import Graph, Kind, Op, Phase, Value
-    >>> from fxrecals.plans import Plan
-    >>> values = {n: Value(n, 8000, n) for n in "abc"} | {"x": Value("x", 8, "x", Kind.PRIMAL)}
-    >>> ops = (
-    ...     Op("f", "aten.sin", ("x",), ("a",), Phase.FORWARD, seconds=1e-3),
-    ...     Op("g", "aten.cos", ("a",), ("b",), Phase.FORWARD, seconds=1e-3),
-    ...     Op("h", "aten.mul", ("a", "b"), ("c",), Phase.BACKWARD, seconds=1e-3),
-    ... )
-    >>> graph = Graph(ops, values, outputs=("b", "c"))
-    >>> plan = Plan(graph, Schedule(("f", "g"), ("f", "h")), 24_000, floor_bytes=24_000)
-    >>> print(explain(plan, "a"))
-    f: 8.00 kB, made by sin
-      made again 1 time in the backward, for h
-      to make it again takes 1.00 ms: f
-      needed in the forward by g; in the backward by h
-      lives from f to g (forward); from f (again) to h (backward)
+>>> from fxrecals.ir import Graph, Kind, Op, Phase, Value
+>>> from fxrecals.plans import Plan
+>>> values = {n: Value(n, 8000, n) for n in "abc"} | {"x": Value("x", 8, "x", Kind.PRIMAL)}
+>>> ops = (
+...     Op("f", "aten.sin", ("x",), ("a",), Phase.FORWARD, seconds=1e-3),
+...     Op("g", "aten.cos", ("a",), ("b",), Phase.FORWARD, seconds=1e-3),
+...     Op("h", "aten.mul", ("a", "b"), ("c",), Phase.BACKWARD, seconds=1e-3),
+... )
+>>> graph = Graph(ops, values, outputs=("b", "c"))
+>>> plan = Plan(graph, Schedule(("f", "g"), ("f", "h")), 24_000, floor_bytes=24_000)
+>>> print(explain(plan, "a"))
+f: 8.00 kB, made by sin
+  made again 1 time in the backward, for h
+  to make it again takes 1.00 ms: f
+  needed in the forward by g; in the backward by h
+  lives from f to g (forward); from f (again) to h (backward)
 """
 
 from __future__ import annotations
@@ -394,5 +394,3 @@ def _brief(story: Story) -> str:
     if story.fate == KEPT and story.because.startswith("the limit"):
         return "the limit has room"
     return story.because.partition(", so ")[0]
-
-

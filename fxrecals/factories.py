@@ -1,11 +1,11 @@
 """A model and what it is called with, from a function of the user's that makes both.
 
-    >>> def make(batch=8):
-    ...     return nn.Linear(4, 4), torch.randn(batch, 4)
-    >>> call(make, batch=2).example.shape
-    torch.Size([2, 4])
-    >>> call_without_memory(make).example.device
-    device(type='meta')
+>>> def make(batch=8):
+...     return nn.Linear(4, 4), torch.randn(batch, 4)
+>>> call(make, batch=2).example.shape
+torch.Size([2, 4])
+>>> call_without_memory(make).example.device
+device(type='meta')
 """
 
 from __future__ import annotations

@@ -689,4 +689,5 @@ def tail_of(path: str, width: int) -> str:
 
 
 def ascii_only(words: str) -> str:
+    """Words with what is not ASCII escaped."""
     return words.encode("ascii", "backslashreplace").decode("ascii")

@@ -69,5 +69,3 @@ def parser() -> argparse.ArgumentParser:
     for module in (planned, fits, doctor):
         module.add_verbs(verbs)
     return found
-
-
