@@ -6,6 +6,8 @@ python examples/breaking.py
 reaches it, and a step that it has seen as a whole.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +39,7 @@ backend = fxrecals.backend(limit="1.5MB", inner="eager")
 compiled = torch.compile(model, backend=backend)
 
 
-def step(module: nn.Module, batch: Tensor) -> list[Tensor]:
+def step(module: Any, batch: Tensor) -> list[Tensor]:
     """The loss and the gradients, from the same seed."""
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)

@@ -4,7 +4,7 @@ python examples/diffusers_unet.py
 """
 
 import torch
-from diffusers import DDPMScheduler, UNet2DModel
+from diffusers import DDPMScheduler, UNet2DModel  # type: ignore[import-not-found]
 
 import fxrecals
 
@@ -31,7 +31,7 @@ watch = fxrecals.monitor(small)
 for step in range(3):
     images, noise = torch.randn(4, 3, 16, 16), torch.randn(4, 3, 16, 16)
     when = torch.randint(100, (4,))
-    noisy = scheduler.add_noise(images, noise, when)
+    noisy = scheduler.add_noise(images, noise, when)  # type: ignore[arg-type]
     optimizer.zero_grad()
     with watch:
         loss = torch.nn.functional.mse_loss(small(noisy, when).sample, noise)

@@ -5,6 +5,8 @@
 Planned and rewritten first, sharded then: FSDP gathers and frees parameters outside the graphs.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,24 +16,23 @@ import fxrecals
 
 
 def make_model() -> nn.Module:
-    """Six blocks with dropout; the same weights at every call."""
+    """Some layers with dropout; the same weights at every call."""
     torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(6))
-    return nn.Sequential(*blocks)
+    layers = [f() for _ in range(6) for f in (lambda: nn.Linear(64, 64), nn.GELU, nn.Dropout)]
+    return nn.Sequential(*layers)
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Shards and trains a model; the loss and this rank's part of the gradients at every step."""
     fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters: list[Any] = list(model.parameters())
+    optimizer, found = torch.optim.SGD(parameters, lr=0.1), []
     torch.manual_seed(1 + dist.get_rank())
-    found: list[Tensor] = []
     for batch in batches:
         optimizer.zero_grad()
         loss = model(batch).square().mean()
         loss.backward()
-        parts = (p.grad.to_local().clone() for p in model.parameters() if p.grad is not None)
-        found += [loss.detach(), *parts]
+        found += [loss.detach(), *(p.grad.to_local().clone() for p in parameters)]
         optimizer.step()
     return found
 
@@ -44,7 +45,7 @@ def main() -> None:
     model = make_model()
     plan = fxrecals.plan(model, batches[0], limit="60%")
     small = train(fxrecals.rewrite(model, batches[0], plan), batches)
-    ranks: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
+    ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (all(map(torch.equal, plain, small)), plan.to_json()))
     if dist.get_rank() == 0:
         print(str(plan).splitlines()[0])
