@@ -16,6 +16,7 @@ from fxrecals.errors import (
 )
 from fxrecals.fitting import fit
 from fxrecals.monitoring import monitor
+from fxrecals.package import load
 from fxrecals.plans import Plan
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "backend",
     "fit",
+    "load",
     "monitor",
     "plan",
     "rewrite",

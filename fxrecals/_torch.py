@@ -417,6 +417,16 @@ def mutated_by(desc: Any) -> Any:
     return getattr(desc, "mutated_input", None)
 
 
+def is_plain_output(desc: Any) -> bool:
+    """Whether a forward output is what the traced function returns, or the new value of an input.
+
+    torch._functorch._aot_autograd.descriptors, read in 2.13.
+    """
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTOutput
+
+    return isinstance(desc, (PlainAOTOutput, InputMutationAOTOutput))
+
+
 def output_descs(joint: fx.GraphModule) -> tuple[Any, ...]:
     """What each output of a joint graph is, None where unknown. meta["desc"], read in 2.13."""
     (node,) = joint.graph.find_nodes(op="output")

@@ -22,6 +22,7 @@ LAYERS = {
     ),
     "torch": (
         {"_torch"},
+        {"runtime"},
         {"rng"},
         {"cost"},
         {"convolutions"},
@@ -34,6 +35,7 @@ LAYERS = {
     "view": ({"report"}, {"explanation", "plot"}),
     "top": (
         {"plans"},
+        {"package"},
         {"export"},
         {"planning"},
         {"ledger"},
@@ -66,7 +68,7 @@ HALVES_BELOW = {
 NOT_FOR_TORCH = "solve"
 """Planning and running know of each other only through `planning` and `dynamo`."""
 
-FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals", "fit", "monitor"}
+FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals", "fit", "load", "monitor"}
 """Public functions: a module of that name would hide them."""
 
 
