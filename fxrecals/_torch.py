@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import types
 import weakref
 from bisect import bisect_left, bisect_right
@@ -111,18 +112,6 @@ def writes_arguments(target: Any) -> bool:
     """Whether an op writes to one of its arguments, by its schema."""
     schema = getattr(target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether an op draws from the default generator, by its tag; attention without dropout, which
-    has the tag too, does not."""
-    target: Any = node.target
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    schema: Any = getattr(target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema else []
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 # --- running and compiling (torch 2.13) -------------------------------------------------------
@@ -492,6 +481,121 @@ def updated_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int, ..
     return tuple(sorted(index[desc] for desc in found if desc in index))
 
 
+# --- running ops as they come (torch 2.13) ------------------------------------------------------
+
+
+def users_of(storage_key: int) -> int:
+    """How many C++ references there are to the storage with a key. `_storage_Use_Count`, 2.13."""
+    return torch._C._storage_Use_Count(storage_key)
+
+
+def users_of_a_storage_alone() -> int:
+    """What `users_of` gives for a storage that one tensor lives in, and that is weakly known."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    known = weakref.ref(storage)
+    key = storage._cdata
+    del storage
+    count = users_of(key)
+    assert known() is not None
+    return count
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Another tensor in the same place, without a graph, whose version counts the same writes.
+
+    Below the key ADInplaceOrView, where dispatch modes run, a `detach` would count its own. Guards
+    read in torch 2.13, `torch/csrc/utils/init.cpp`.
+    """
+    c: Any = torch._C
+    counting = c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
+    included, excluded = c._dispatch_tls_local_include_set(), c._dispatch_tls_local_exclude_set()
+    with c._ForceDispatchKeyGuard(included, excluded - counting):
+        return tensor.detach()
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """A view of a tensor that reads negated. `_neg_view`, read in torch 2.13."""
+    return torch._neg_view(tensor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor's memory was written to, as autograd counts; 0 where it does not.
+
+    `_version`, read in torch 2.13, `csrc/autograd/python_variable.cpp`.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is running a node of a backward. `_current_graph_task_id`, 2.13."""
+    return torch._C._current_graph_task_id() != -1
+
+
+_ONE_OP_A_GRADIENT = ("Addmm", "Mm", "Embedding")
+_ONLY_VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")
+
+
+def gradients_made_by(node: Any) -> list[tuple[int, Tensor]]:
+    """Parameters' gradients that a node of a backward makes, each by one op, where they can be told
+    by their size from the other gradients that it makes: their bytes, and the parameters.
+
+    `_input_metadata`, read in torch 2.13, `csrc/autograd/python_cpp_function.cpp`.
+    """
+    if not node.name().removesuffix("Backward0").endswith(_ONE_OP_A_GRADIENT):
+        return []
+    due: list[tuple[int, Tensor]] = []
+    others: set[int] = set()
+    for below, index in node.next_functions:
+        while below is not None and below.name() in _ONLY_VIEWS:
+            ((below, index),) = below.next_functions
+        parameter = getattr(below, "variable", None)
+        if isinstance(parameter, torch.nn.Parameter):
+            due.append((parameter.untyped_storage().nbytes(), parameter))
+        elif below is not None:
+            meta = below._input_metadata[index]
+            others.add(meta.dtype.itemsize * torch.Size(meta.shape).numel())
+    return [(nbytes, parameter) for nbytes, parameter in due if nbytes not in others]
+
+
+def rounds_otherwise_when_watched(node: Any) -> bool:
+    """Whether a node takes another formula under a dispatch mode, and rounds otherwise.
+
+    `areAnyTensorSubclassLike`, read in torch 2.13, `csrc/autograd/FunctionsManual.cpp`; the other
+    formulas that ask for it round alike.
+    """
+    return node.name().startswith(("ProdBackward", "CumprodBackward"))
+
+
+def push_mode(mode: Any) -> None:
+    """Puts a dispatch mode on this thread's stack, if it is not there.
+
+    Autograd restores the stack after each node of a backward. `_push_mode`, read in torch 2.13,
+    `utils/_python_dispatch.py`.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
+
+    if not any(other is mode for other in _get_current_dispatch_mode_stack()):
+        _push_mode(mode)
+
+
+_ABOVE = ("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastHPU")
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Runs aten ops as autograd and autocast hand them on: nothing is recorded, nothing is cast.
+
+    Guards read in torch 2.13, `torch/csrc/utils/init.cpp`.
+    """
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    for name in _ABOVE[1:]:
+        key = getattr(torch._C.DispatchKey, name, None)
+        keys = keys if key is None else keys | torch._C.DispatchKeySet(key)
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys):
+        yield
+
+
 # --- measuring (torch 2.13) --------------------------------------------------------------------
 
 
@@ -605,6 +709,29 @@ def break_reason(gm: fx.GraphModule) -> str:
         return ""
     frames = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in reason.user_stack[-1:]]
     return f"graph break at {', '.join(frames)}: {reason.reason.partition(chr(10))[0]}"
+
+
+def source_of(gm: fx.GraphModule) -> str:
+    """The first line of the user's in a graph of Dynamo's, as ``file:line``; "" if none is known.
+
+    `meta["stack_trace"]`, read in torch 2.13, `fx/proxy.py`.
+    """
+    for node in gm.graph.nodes:
+        found = _LINE.findall(node.meta.get("stack_trace") or "")
+        if found:
+            file, line = found[-1]
+            return f"{os.path.basename(file)}:{line}"
+    return ""
+
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def steers_dynamo(error: BaseException) -> bool:
+    """Whether an error tells Dynamo to trace again, or otherwise (torch 2.13, `_dynamo/exc.py`)."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
 
 
 def is_followed(gm: fx.GraphModule) -> bool:

@@ -20,6 +20,14 @@ from fxrecals.sites import Part
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
+class Untraced(Exception):
+    """AOTAutograd does not trace a graph, for a reason."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 @dataclass
 class Compilation:
     """One compilation of a graph: carries what the partitioner finds out to whoever asked for it.
@@ -33,6 +41,7 @@ class Compilation:
         sizes: the values of the symbols in its sizes.
         part: what was planned; None as long as nothing needs a gradient.
         refused: why there is no plan.
+        was_traced: whether AOTAutograd could trace it.
     """
 
     read: Callable[[Joint], Graph]
@@ -43,6 +52,7 @@ class Compilation:
     sizes: Mapping[Any, int]
     part: Part | None = None
     refused: InfeasibleLimitError | None = None
+    was_traced: bool = False
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None
@@ -66,6 +76,7 @@ class Compilation:
         **_: Any,
     ) -> Halves:
         """AOTAutograd's partitioner: reads, plans, splits."""
+        self.was_traced = True
         parameters, sizes = static_lifetime_input_indices or (), tuple(self.sizes.items())
         kept = Joint(joint, num_fwd_outputs, tuple(parameters), sizes=sizes)
         graph = self.read(kept)

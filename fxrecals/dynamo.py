@@ -26,8 +26,9 @@ from torch import fx
 
 from fxrecals import _torch
 from fxrecals.capture import Captured, Joint, step
-from fxrecals.compiling import Compilation
+from fxrecals.compiling import Compilation, Untraced
 from fxrecals.cost import Cost, Free, generators_kept
+from fxrecals.engine import Recals
 from fxrecals.errors import InfeasibleLimitError, OptionError
 from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes, is_charged
 from fxrecals.ledger import Held, Ledger
@@ -218,6 +219,7 @@ class Backend:
         # Those who plan by themselves have planned the step already.
         self._sees_steps = planner is None and reader is None and settings.limit is not None
         self._given = given and replace(given, exporter=None)  # with it, the plan cannot be copied
+        self._engine: Recals | None = None  # for graphs that are not traced
         self._rehearsed: list[int] = []  # tickets of runs without memory
         self._steps = Steps()
         self._has_warned = False
@@ -225,8 +227,8 @@ class Backend:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the same settings, and no graphs: nothing waits for a backward there."""
-        fresh = {"ledger": Ledger(), "plans": (), "_steps": Steps(), "_rehearsed": []}
-        return {**self.__dict__, **fresh}
+        fresh = {"ledger": Ledger(), "plans": (), "_steps": Steps()}
+        return {**self.__dict__, **fresh, "_rehearsed": [], "_engine": None}
 
     def __call__(
         self,
@@ -243,10 +245,36 @@ class Backend:
         site = Site.of(gm, example_inputs, mode)
         # What a backend raises, Dynamo wraps in an error of its own. Raised when the compiled
         # function is called, it reaches the user as it is, and nothing has run either.
-        found = self._planned(site, site.sizes(site.inputs), example_inputs)
+        try:
+            found = self._planned(site, site.sizes(site.inputs), example_inputs)
+        except Untraced as untraced:
+            return self._on_the_engine(gm, untraced.reason)
         if isinstance(found, Version) and found.part is None:
             return found.call
         return lambda *arguments: self._run(site, arguments)
+
+    def _on_the_engine(self, gm: fx.GraphModule, reason: BaseException) -> Callable[..., Any]:
+        """A graph that AOTAutograd does not trace: the engine runs it as it is, under what other
+        graphs leave of the limit.
+
+        Raises:
+            BaseException: the reason, where the limit is a share of a peak that nobody knows.
+        """
+        limit = self.settings.limit
+        if limit is None:
+            return gm.forward
+        if isinstance(limit, Limit) and limit.share is not None:
+            raise reason
+        if self._engine is None:
+            self._engine = Recals(limit, others=lambda: self.ledger.alive_bytes)
+        warnings.warn(
+            f"AOTAutograd does not trace the graph at {_torch.source_of(gm) or 'an unknown line'} "
+            f"({_torch.root_reason(reason)}): the engine runs it under limit={limit}. It does not "
+            f"see what ops between the graphs allocate; fxrecals.compile and fxrecals.recals do",
+            stacklevel=2,
+        )
+        engine = self._engine
+        return lambda *arguments: engine(gm.forward, *arguments)
 
     # --- running --------------------------------------------------------------------------------
 
@@ -384,10 +412,12 @@ class Backend:
             else:
                 with _torch.compile_lock(), generators_kept(), _torch.traced_again(site.inputs):
                     call = compilation.compile(site.gm, site.inputs, site.mode)
-        except Exception:
-            if compilation.refused is None:
+        except Exception as error:
+            if compilation.refused is not None:
+                raise compilation.refused from None
+            if compilation.was_traced or _torch.steers_dynamo(error):
                 raise
-            raise compilation.refused from None
+            raise Untraced(error) from error
         version = Version(call, compilation.part)
         site.versions.append(version)
         return version

@@ -71,6 +71,8 @@ class InfeasibleLimitError(FxrecalsError):
             is proved.
         must_save_bytes: at the floor, bytes that are kept from forward to backward because the
             user's checkpoint policy says MUST_SAVE.
+        so_far: whether the floor is what one op needs, in a step that nobody has planned: ops after
+            it may need more.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class InfeasibleLimitError(FxrecalsError):
         lowest_bytes: int = 0,
         device_floors: tuple[tuple[str, int], ...] = (),
         must_save_bytes: int = 0,
+        so_far: bool = False,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.floor_bytes = floor_bytes
@@ -96,12 +99,13 @@ class InfeasibleLimitError(FxrecalsError):
         self.lowest_bytes = lowest_bytes
         self.device_floors = device_floors
         self.must_save_bytes = must_save_bytes
+        self.so_far = so_far
         super().__init__(_infeasible(self))
 
     def bounding(self, peak: str) -> InfeasibleLimitError:
         """The same error, of a limit on `peak`."""
         where = self.op, self.module, self.source, self.device
-        rest = self.lowest_bytes, self.device_floors, self.must_save_bytes
+        rest = self.lowest_bytes, self.device_floors, self.must_save_bytes, self.so_far
         return InfeasibleLimitError(self.limit_bytes, self.floor_bytes, *where, peak, *rest)
 
 
@@ -124,6 +128,12 @@ def _infeasible(error: InfeasibleLimitError) -> str:
     limit, floor = format_bytes(error.limit_bytes), format_bytes(error.floor_bytes)
     if limit == floor:
         limit, floor = f"{error.limit_bytes} bytes", f"{error.floor_bytes} bytes"
+    if error.so_far:
+        return (
+            f"limit {limit} is below the {floor} that {error.op} needs, with all evicted that can "
+            f'be; later ops may need more: with on_overflow="exceed" the step runs all the same, '
+            f"and stats.peak tells a limit that works"
+        )
     bounded = "" if error.peak == "activations" else f" of the {error.peak} peak"
     on_device = f" on {error.device}" if error.device else ""
     floors = dict(error.device_floors) or {error.device: error.floor_bytes}

@@ -110,16 +110,19 @@ def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Callable[[l
 def _taking_turns(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph, in which no other thread's graph draws between the generator state of an
     op and that op, nor in a replay."""
-    if not any(_torch.draws(node) or node.target is rng.replay for node in gm.graph.nodes):
+    if not any(
+        rng.draws(node.target, node.args, node.kwargs) or node.target is rng.replay
+        for node in gm.graph.nodes
+    ):
         return gm
     own = _torch.copy_graph(gm)
     graph = own.graph
     for node in list(graph.nodes):
         if node.target is rng.replay:
             node.target = rng.replay_in_turn
-        elif _torch.draws(node) and node.prev.target is rng.state:
+        elif rng.draws(node.target, node.args, node.kwargs) and node.prev.target is rng.state:
             _draw_noted(graph, node.prev, node)
-        elif _torch.draws(node):
+        elif rng.draws(node.target, node.args, node.kwargs):
             node.args, node.target = (node.target, *node.args), rng.draw_in_turn
     return own
 

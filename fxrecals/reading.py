@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxrecals import _torch, convolutions, policies
+from fxrecals import _torch, convolutions, policies, rng
 from fxrecals.cost import Call, Cost, OpCost
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
 
@@ -398,29 +398,15 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether an op draws random numbers; the tag alone also marks fused attention without."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    """Whether an op draws random numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    return _argument(node, "dropout_p") != 0.0 and not _is_idle_dropout(node)
-
-
-def _is_idle_dropout(node: fx.Node) -> bool:
-    if _argument(node, "train") is False or _argument(node, "training") is False:
-        return True
-    return "dropout" in str(node.target) and _argument(node, "p") == 0.0
+    return rng.draws(node.target, node.args, node.kwargs)
 
 
 def _argument(node: fx.Node, name: str) -> Any:
     """The value of an argument by its schema name, its default where it is not given."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            return node.args[index] if index < len(node.args) else argument.default_value
-    return None
+    return rng.argument(node.target, node.args, node.kwargs, name)
 
 
 def _can_be_replayed(program: _Program, node: fx.Node) -> bool:

@@ -21,39 +21,91 @@ other code makes in another thread meanwhile cannot be kept out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Source = str | torch.Generator
+"""What is drawn from: a generator, or a device, as `str(torch.device)` prints it, for its default
+generator."""
+
 CPU_STATE_BYTES = 5056
 """Bytes of the generator state on the CPU (a Mersenne Twister)."""
 
 
-def can_replay(device: str) -> bool:
-    """Whether the generator of `device` can be read and set; if not, its draws must be kept.
+def can_replay(source: Source) -> bool:
+    """Whether a generator can be read and set; if not, its draws must be kept.
 
     >>> can_replay("cpu"), can_replay("meta")
     (True, False)
     """
-    kind = torch.device(device).type
+    if isinstance(source, torch.Generator):
+        return True
+    kind = torch.device(source).type
     if kind == "cpu":
         return True
     module = getattr(torch, kind, None)
     return hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
 
 
-def state(device: str) -> Tensor:
-    """The state of a device's default generator: a uint8 tensor on the CPU.
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an op draws random numbers, by its tags and its arguments: fused attention
+    and dropout that drop nothing are tagged too, and draw nothing.
 
-    Args:
-        device: as `str(torch.device)` prints it, with the index where there is one.
+    >>> ones, aten = torch.ones(2), torch.ops.aten
+    >>> draws(aten.bernoulli.p, (ones, 0.5), {})
+    True
+    >>> draws(aten.native_dropout.default, (ones, 0.5, False), {})
+    False
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    if argument(op, args, kwargs, "dropout_p") == 0.0:
+        return False
+    if any(argument(op, args, kwargs, name) is False for name in ("train", "training")):
+        return False
+    return not ("dropout" in str(op) and argument(op, args, kwargs, "p") == 0.0)
+
+
+def source_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Source:
+    """What a call that draws draws from.
+
+    >>> source_of(torch.ops.aten.bernoulli.p, (torch.ones(2), 0.5), {})
+    'cpu'
+    """
+    generator = argument(op, args, kwargs, "generator")
+    if generator is not None:
+        return generator
+    device = next((x.device for x in args if isinstance(x, Tensor)), kwargs.get("device"))
+    return str(torch.get_default_device() if device is None else device)
+
+
+def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """An argument of a call of an aten op by its schema name, the default where it is not given.
+
+    >>> argument(torch.ops.aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}, "alpha")
+    1
+    """
+    if name in kwargs:
+        return kwargs[name]
+    schema = getattr(op, "_schema", None)
+    for index, one in enumerate(schema.arguments if schema is not None else ()):
+        if one.name == name:
+            return args[index] if index < len(args) else one.default_value
+    return None
+
+
+def state(source: Source) -> Tensor:
+    """The state of a generator, or of a device's default one: a uint8 tensor on the CPU.
 
     >>> state("cpu").nbytes == CPU_STATE_BYTES
     True
     """
-    which = torch.device(device)
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    which = torch.device(source)
     if which.type == "cpu":
         return torch.get_rng_state()
     if which.type == "mps":  # one device, so its functions take none
@@ -61,12 +113,15 @@ def state(device: str) -> Tensor:
     return _module(which).get_rng_state(which)
 
 
-def set_state(device: str, new_state: Tensor) -> None:
-    """Puts a device's default generator into a state that `state` returned.
+def set_state(source: Source, new_state: Tensor) -> None:
+    """Puts a generator into a state that `state` returned.
 
     >>> set_state("cpu", state("cpu"))
     """
-    which = torch.device(device)
+    if isinstance(source, torch.Generator):
+        source.set_state(new_state)
+        return
+    which = torch.device(source)
     if which.type == "cpu":
         torch.set_rng_state(new_state)
     elif which.type == "mps":
@@ -76,26 +131,25 @@ def set_state(device: str, new_state: Tensor) -> None:
 
 
 def replay(
-    drawn_from: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
+    drawn_from: Tensor, source: Source, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """What `op(*args, **kwargs)` returned when it ran from the state `drawn_from`.
 
     The generator is left as it was found, also when `op` raises.
 
     Args:
-        drawn_from: a state of the generator of `device`, from `state`.
-        device: as `str(torch.device)` prints it.
+        drawn_from: a state of the generator `source`, from `state`.
 
     >>> first = state("cpu")
     >>> bool((replay(first, "cpu", torch.rand, 2) == replay(first, "cpu", torch.rand, 2)).all())
     True
     """
-    now = state(device)
+    now = state(source)
     try:
-        set_state(device, drawn_from)
+        set_state(source, drawn_from)
         return op(*args, **kwargs)
     finally:
-        set_state(device, now)
+        set_state(source, now)
 
 
 _turn = threading.RLock()
@@ -113,20 +167,20 @@ def draw_in_turn(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def draw_noted_in_turn(
-    device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
+    source: Source, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """The state of the generator of `device`, and what `op(*args, **kwargs)` draws from it.
+    """The state of a generator, and what `op(*args, **kwargs)` draws from it.
 
     >>> drawn_from, first = draw_noted_in_turn("cpu", torch.rand, 3)
     >>> torch.equal(replay(drawn_from, "cpu", torch.rand, 3), first)
     True
     """
     with _turn:
-        return state(device), op(*args, **kwargs)
+        return state(source), op(*args, **kwargs)
 
 
 def replay_in_turn(
-    drawn_from: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
+    drawn_from: Tensor, source: Source, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """`replay`, while no other thread draws in turn.
 
@@ -135,7 +189,7 @@ def replay_in_turn(
     True
     """
     with _turn:
-        return replay(drawn_from, device, op, *args, **kwargs)
+        return replay(drawn_from, source, op, *args, **kwargs)
 
 
 def _module(device: torch.device) -> Any:

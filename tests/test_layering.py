@@ -47,6 +47,7 @@ LAYERS = {
         {"factories"},
         {"fitting"},
         {"monitoring"},
+        {"fallback"},
         {"__init__"},
         {"cli"},
         {"__main__"},

@@ -126,7 +126,7 @@ def test_the_plan_comes_back(tmp_path: Path) -> None:
 WRONG = {
     "a parameter is missing": (lambda: normed()[:4], "parameter 4.weight is absent"),
     "another size": (
-        lambda: nn.Sequential(nn.Linear(6, 8), *normed()[1:]),
+        lambda: nn.Sequential(nn.Linear(6, 8), *list(normed())[1:]),
         r"parameter 0.weight is float32\[8, 6\], not float32\[16, 6\]",
     ),
     "another type": (lambda: normed().double(), "is float64"),
