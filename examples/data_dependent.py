@@ -20,7 +20,7 @@ class Adaptive(nn.Module):
         self.refine = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1))
         self.back = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         for _ in range(self.most):
             change = self.back(self.refine(x))
             x = x + change

@@ -19,6 +19,9 @@ from fxrecals.errors import (
     OptionError,
 )
 from fxrecals.fallback import compile, ran
+from fxrecals.fitting import fit
+from fxrecals.monitoring import monitor
+from fxrecals.package import load
 from fxrecals.plans import Plan
 
 recals_with_rngs = recals
@@ -37,6 +40,9 @@ __all__ = [
     "Plan",
     "backend",
     "compile",
+    "fit",
+    "load",
+    "monitor",
     "plan",
     "ran",
     "recals",

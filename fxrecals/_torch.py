@@ -406,6 +406,16 @@ def mutated_by(desc: Any) -> Any:
     return getattr(desc, "mutated_input", None)
 
 
+def is_plain_output(desc: Any) -> bool:
+    """Whether a forward output is what the traced function returns, or the new value of an input.
+
+    torch._functorch._aot_autograd.descriptors, read in 2.13.
+    """
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTOutput
+
+    return isinstance(desc, (PlainAOTOutput, InputMutationAOTOutput))
+
+
 def output_descs(joint: fx.GraphModule) -> tuple[Any, ...]:
     """What each output of a joint graph is, None where unknown. meta["desc"], read in 2.13."""
     (node,) = joint.graph.find_nodes(op="output")
@@ -633,6 +643,17 @@ def _span_events(prof: Any, prefix: str) -> dict[str, list[Event]]:
 def cpu_capability() -> str:
     """The vector instructions that kernels on this CPU use (torch 2.13)."""
     return torch.backends.cpu.get_cpu_capability()
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Adds JSON to torch's structured trace (TORCH_TRACE), if that is on; else nothing is called.
+
+    Read in torch 2.13, `_logging/_internal.py`.
+    """
+    from torch._logging._internal import trace_structured
+
+    about = {"name": name, "encoding": "json"}
+    trace_structured("artifact", metadata_fn=lambda: about, payload_fn=payload)
 
 
 def is_profiling() -> bool:

@@ -102,6 +102,7 @@ def plan(
         notes=notes,
         deadline=within,
         on_progress=on_progress,
+        name=type(model).__name__,
     )
     return _with_export(made, captured)
 
@@ -161,6 +162,8 @@ def rewrite(
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(alive(), *args, **kwargs)
 
+    # For `monitor`; without the exporter, which holds all that was traced.
+    call.plan = replace(made, exporter=None)  # type: ignore[attr-defined]
     twin._compiled_call_impl = call
     return twin
 

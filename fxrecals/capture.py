@@ -18,7 +18,7 @@ import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fxrecals.cost import Cost, generators_kept, is_there
 from fxrecals.errors import CaptureError, OptionError
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value
 from fxrecals.reading import LOSS_TENSORS, Ports, caller, ports, read, with_loss_held
+from fxrecals.runtime import describe, tensors_of
 
 NUMBER_BYTES = 8
 """Bytes of the widest number: a model that returns no more has computed its loss by itself."""
@@ -66,6 +67,7 @@ class Run:
         parameters: by index of placeholder, a number that tells parameters apart.
         results: indices of the forward outputs that the model returns; () where it is the only
             run, and its joint graph tells.
+        given: by index of placeholder, the place in `Signature.names` of what was there before.
     """
 
     joint: int
@@ -74,6 +76,28 @@ class Run:
     made: tuple[int, ...]
     parameters: Mapping[int, int]
     results: tuple[int, ...]
+    given: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the step was traced with and what it returned: enough to run it without the tracer.
+
+    Attributes:
+        names: of what was there before the step: ``parameter 0.weight``, ``buffer 1.mean``,
+            ``argument 0`` by its place among the leaves of ``(args, kwargs)``, or ``tensor``.
+        tensors: parameters and buffers by such a name, in words: ``float32[8, 16]``.
+        leaves: the same of all arguments; of those that are no tensors, what `repr` says.
+        result: what the model returned, with the indices of forward outputs in place of tensors;
+            None where an output cannot be told from another.
+        training: whether the model was in training mode.
+    """
+
+    names: tuple[str, ...]
+    tensors: Mapping[str, str]
+    leaves: Mapping[str, str]
+    result: Any
+    training: bool
 
 
 @dataclass(frozen=True)
@@ -84,11 +108,13 @@ class Captured:
         joints: one per compiled graph, in order of first execution.
         runs: executions of them, in order; more than joints where a graph runs several times.
         breaks: why the model is more than one graph, a sentence for each break.
+        signature: None where a step was put together from runs.
     """
 
     joints: tuple[Joint, ...]
     runs: tuple[Run, ...]
     breaks: tuple[str, ...]
+    signature: Signature | None = None
 
 
 # --- tracing ------------------------------------------------------------------------------------
@@ -144,7 +170,12 @@ def capture(
             f"{type(model).__name__} cannot be traced with example={_described(example)}: "
             f"{_torch.root_reason(error)}; what works: {_remedy(error)}"
         ) from error
-    return recorder.captured(result)
+    found = recorder.captured(result)
+    names = _outside_names(twin, (args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
+    given = describe({f"argument {i}": x for i, x in enumerate(leaves)})
+    tensors, nest = describe(tensors_of(twin)), recorder.nested(result)
+    return replace(found, signature=Signature(names, tensors, given, nest, model.training))
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -239,6 +270,21 @@ def _outside(model: nn.Module, arguments: Any) -> dict[int, int]:
     """Storages that exist before the step, with a number each."""
     keys = (_torch.storage_key(t) for t in (*_own_tensors(model), *_tensors(arguments)))
     return {key: i for i, key in enumerate(dict.fromkeys(k for k in keys if k is not None))}
+
+
+def _outside_names(model: nn.Module, arguments: Any) -> tuple[str, ...]:
+    """Names of what `_outside` numbers, in its order."""
+    named = [
+        *((tensor, name) for name, tensor in tensors_of(model).items()),
+        *((tensor, "tensor") for tensor in _own_tensors(model)),
+        *((x, f"argument {i}") for i, x in enumerate(pytree.tree_leaves(arguments))),
+    ]
+    found: dict[int, str] = {}
+    for tensor, name in named:
+        key = _torch.storage_key(tensor) if isinstance(tensor, Tensor) else None
+        if key is not None:
+            found.setdefault(key, name)
+    return tuple(found.values())
 
 
 @contextmanager
@@ -362,6 +408,22 @@ class _Recorder:
         runs = tuple(self._run_at(i, returned) for i in range(len(self.executed)))
         return Captured(tuple(self.joints), runs, tuple(self.breaks))
 
+    def nested(self, result: Any) -> Any:
+        """A result with the indices of the only graph's outputs in place of tensors.
+
+        None where there are several graphs, where a leaf is neither an output nor None, or where
+        two outputs share a storage.
+        """
+        outputs = self.executed[0].outputs
+        if len(self.executed) > 1 or len(set(outputs)) < len(outputs):
+            return None
+        places: dict[int | None, int] = {key: k for k, key in enumerate(outputs)}
+        places.pop(None, None)
+        leaves, shape = pytree.tree_flatten(_plain(result))
+        found = [places.get(self._key(x)) for x in leaves]
+        known = all(k is not None or x is None for k, x in zip(found, leaves, strict=True))
+        return pytree.tree_unflatten(found, shape) if known else None
+
     def _nothing(self) -> str:
         if self.graphs:
             return (
@@ -397,6 +459,7 @@ class _Recorder:
             results=tuple(
                 k for k, key in enumerate(run.outputs) if key is not None and key in returned
             ),
+            given={i: self.outside[key] for i, key in known if key in self.outside},
         )
 
 

@@ -26,6 +26,7 @@ from fxrecals.cost import Free
 from fxrecals.errors import FxrecalsError
 from fxrecals.halves import split
 from fxrecals.ir import Graph
+from fxrecals.package import dot, write_runtime
 from fxrecals.plans import Plan
 from fxrecals.reading import read
 
@@ -38,7 +39,8 @@ REPLAY = ("_module", "state", "set_state", "replay")
 
 def write(plan: Plan, captured: Captured, folder: Path) -> None:
     """Writes ``forward.py`` and ``backward.py``; ``forward_0.py`` and so on for a step of several
-    graphs, in the order in which the forwards run.
+    graphs, in the order in which the forwards run. Beside them what trains by them without
+    fxrecals, ``runtime.py`` and ``model.json``, and ``graph.dot`` for Graphviz.
 
     Args:
         plan: a plan of `captured`'s step.
@@ -57,11 +59,13 @@ def write(plan: Plan, captured: Captured, folder: Path) -> None:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write(plan, captured, Path(folder))
     ...     sorted(path.name for path in Path(folder).iterdir())
-    ['backward.py', 'forward.py']
+    ['backward.py', 'forward.py', 'graph.dot', 'model.json', 'runtime.py']
     """
     constants: dict[str, Tensor] = {}
-    for index, run in enumerate(captured.runs):
-        half = _halves(plan, captured, run)
+    halves = [_halves(plan, captured, run) for run in captured.runs]
+    (folder / "graph.dot").write_text(dot(plan), encoding="utf-8")
+    write_runtime(folder, _about(captured, halves))
+    for index, half in enumerate(halves):
         suffix = f"_{index}" if len(captured.runs) > 1 else ""
         for name, text in (("forward", _forward(half)), ("backward", _backward(half))):
             (folder / f"{name}{suffix}.py").write_text(text, encoding="utf-8")
@@ -114,6 +118,57 @@ def _halves(plan: Plan, captured: Captured, run: Run) -> _Halves:
     return _Halves(joint, run, graph, forward, backward)
 
 
+# --- what runs it without fxrecals ---------------------------------------------------------------
+
+
+def _about(captured: Captured, halves: Sequence[_Halves]) -> dict[str, Any]:
+    """What `fxrecals.runtime` reads of a step, or why it cannot run it."""
+    signature = captured.signature
+    if len(halves) != 1:
+        return {"cannot": f"it is {len(halves)} graphs, with Python between them"}
+    (half,) = halves
+    descs = _torch.output_descs(half.joint.module)[: half.joint.num_fwd_outputs]
+    updates, plain = _updates(half, descs), all(map(_torch.is_plain_output, descs))
+    if signature is None or signature.result is None or not plain:
+        return {"cannot": "its outputs are not all tensors of their own"}
+    names = {i: signature.names[number] for i, number in half.run.given.items()}
+    inputs = [names.get(i, "tensor") for i in range(len(_placeholders(half.forward)))]
+    if "tensor" in inputs:
+        return {"cannot": "it reads a tensor that is no parameter, buffer or argument"}
+    return {
+        "inputs": inputs,
+        "tensors": signature.tensors,
+        "training": signature.training,
+        "leaves": signature.leaves,
+        "result": signature.result,
+        "outputs": half.joint.num_fwd_outputs,
+        "updates": updates,
+        **_backward_order(half, descs),
+    }
+
+
+def _updates(half: _Halves, descs: Sequence[Any]) -> list[tuple[int, int]]:
+    """Outputs that are new values of inputs, with the indices of these."""
+    places = {_torch.input_desc(x): i for i, x in enumerate(_placeholders(half.joint.module))}
+    found = ((k, places.get(_torch.mutated_by(desc))) for k, desc in enumerate(descs))
+    return [(k, i) for k, i in found if i is not None]
+
+
+def _backward_order(half: _Halves, descs: Sequence[Any]) -> dict[str, Any]:
+    """What the backward takes, by where the forward returned it, and which gradient is whose."""
+    made = {str(x): i for i, x in reversed(list(enumerate(_outputs(half.forward))))}
+    places = {desc: k for k, desc in enumerate(descs)}
+    nodes = _placeholders(half.backward)
+    names = [node.name for node in _placeholders(half.joint.module)]
+    owners = [meaning.removeprefix("gradient of ") for meaning in _backward_meanings(half)]
+    inputs = names[: len(_placeholders(half.forward))]
+    return {
+        "saved": [made[node.name] for node in nodes if not _torch.is_tangent(node)],
+        "tangents": [places[_torch.tangent_of(x)] for x in nodes if _torch.is_tangent(x)],
+        "gradients": [owners.index(name) if name in owners else None for name in inputs],
+    }
+
+
 # --- what comes in and goes out -----------------------------------------------------------------
 
 Line = tuple[str, str, str]
@@ -150,8 +205,8 @@ def _backward(half: _Halves) -> str:
         "Returns, in order:",
         *_aligned(_numbered(half.backward, _backward_meanings(half))),
         "",
-        "Who calls it holds the saved tensors until it returns: the planned peak is that of a",
-        "caller who gives them away, as fxrecals does.",
+        "Who calls it holds the saved tensors until it returns. The planned peak is that of a",
+        "caller who gives them away, in a list to `backward_of`, as `runtime.py` does.",
     ]
     return _file("backward", half, half.backward, about)
 
@@ -266,7 +321,8 @@ def _file(name: str, half: _Halves, gm: fx.GraphModule, about: Sequence[str]) ->
         '"""' + "\n".join([*about, *_libraries(gm)]).replace("\\", "/") + '\n"""',
         "\n".join([*_imports(used, bool(loads)), *loads, ""]),
         *(f"{text}\n" for text in _replay(used)),
-        "\n".join([_header(name, gm), *body.splitlines(), _returns(gm)]),
+        "\n".join([_boxed_header(name, gm), *body.splitlines(), _returns(gm)]),
+        "\n".join(["", *_unboxed(name, gm)]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -296,9 +352,19 @@ def _body(src: str) -> str:
     return "\n".join(kept)
 
 
-def _header(name: str, gm: fx.GraphModule) -> str:
-    names = [f'    {node.target}: "{_shape(node)}",' for node in _placeholders(gm)]
-    return "\n".join([f"def {name}(", *names, "):"])
+def _boxed_header(name: str, gm: fx.GraphModule) -> str:
+    taken = [f"        {node.target}," for node in _placeholders(gm)]
+    return "\n".join(
+        [f"def {name}_of(given):", "    (", *taken, "    ) = given", "    given.clear()"]
+    )
+
+
+def _unboxed(name: str, gm: fx.GraphModule) -> list[str]:
+    """The function that takes its inputs one by one, and so holds them to its end."""
+    annotated = [f'    {node.target}: "{_shape(node)}",' for node in _placeholders(gm)]
+    names = [f"            {node.target}," for node in _placeholders(gm)]
+    begin, end = f"    return {name}_of(", "    )"
+    return [f"def {name}(", *annotated, "):", begin, "        [", *names, "        ]", end]
 
 
 def _returns(gm: fx.GraphModule) -> str:

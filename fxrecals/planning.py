@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fxrecals import _torch
 from fxrecals import cost as costing
 from fxrecals.cost import Call, Cost, OpCost
 from fxrecals.errors import InfeasibleLimitError, OptionError
+from fxrecals.formats import format_bytes
 from fxrecals.ir import Graph, Kind, Peak, bounded_graph, gradient_bytes
 from fxrecals.plans import Choice, Plan
 from fxrecals.schedule import Schedule
@@ -37,6 +41,9 @@ MOMENTS = 2
 """Tensors of the size of the gradients that ``limit="auto"`` leaves for an optimizer's state."""
 
 
+logger = logging.getLogger("fxrecals")
+
+
 def plan_graph(
     graph: Graph,
     limit: Limit | DeviceLimits | None,
@@ -47,17 +54,32 @@ def plan_graph(
     notes: tuple[str, ...] = (),
     deadline: float | None = None,
     on_progress: Progress | None = None,
+    explored: Frontier | None = None,
+    name: str = "a graph",
 ) -> Plan:
-    """The plan of a graph. `allowance_bytes`, if given, replaces the limit.
+    """The plan of a graph; a line of the log says so, and an artifact of torch's trace holds it.
+
+    Args:
+        graph: the step.
+        limit: as it was read.
+        solver: one of `SOLVERS`.
+        peak: what the limit bounds.
+        allowance_bytes: if given, replaces the limit.
+        notes: what the reader of the plan should know.
+        deadline: as for `fxrecals.plan`.
+        on_progress: as for `fxrecals.plan`.
+        explored: what `explore` found of this graph and peak, where the limit is one for all
+            devices.
+        name: whose graph it is, for the log.
 
     Raises:
         InfeasibleLimitError: the limit is under the floor.
     """
-    counted = bounded_graph(graph, peak)
+    start = time.perf_counter()
     limits = _by_device(limit, graph, peak) if isinstance(limit, DeviceLimits) else None
-    problem = make_problem(counted, limits if allowance_bytes is None else None)
-    exactly = True if solver == "exact" else None
-    frontier = Frontier(problem, clock=Clock(deadline), exactly=exactly)
+    divided = limits if allowance_bytes is None else None
+    frontier = explored or _frontier(graph, peak, divided, solver, deadline)
+    problem = frontier.problem
     choices: tuple[Choice, ...] = ()
     nbytes = allowance_bytes
     if limit is None:
@@ -75,7 +97,7 @@ def plan_graph(
     )
     if solver == "exact" and bound < point.seconds * (1 - NEAR):
         notes = (*notes, UNPROVED)
-    return Plan(
+    found = Plan(
         graph,
         problem.schedule(point.runs),
         nbytes,
@@ -88,6 +110,34 @@ def plan_graph(
         tuple(sorted((limits or {}).items())),
         frontier.lowest_peak,
     )
+    _announce(found, name, time.perf_counter() - start)
+    return found
+
+
+def _announce(plan: Plan, name: str, seconds: float) -> None:
+    limit = "none" if plan.limit_bytes is None else format_bytes(plan.limit_bytes)
+    extra = 100 * plan.extra_seconds / max(plan.baseline_seconds, 1e-12)
+    peak = format_bytes(plan.bounded.peak_bytes)
+    about = "planned %s: limit %s, peak %s, +%.1f %% time, in %.2f s"
+    logger.info(about, name, limit, peak, extra, seconds)
+    _torch.trace_artifact("fxrecals_plan", plan.to_json)
+
+
+def explore(graph: Graph, peak: Peak) -> Frontier:
+    """What is known of a graph before a limit is given; its `floor` is the smallest that works."""
+    return _frontier(graph, peak, None, "auto", None)
+
+
+def _frontier(
+    graph: Graph,
+    peak: Peak,
+    limits: Mapping[str, int] | None,
+    solver: str,
+    deadline: float | None,
+) -> Frontier:
+    problem = make_problem(bounded_graph(graph, peak), limits)
+    exactly = True if solver == "exact" else None
+    return Frontier(problem, clock=Clock(deadline), exactly=exactly)
 
 
 def solve_within(
@@ -174,7 +224,10 @@ def _knee(frontier: Frontier) -> tuple[tuple[Choice, ...], Point]:
     baseline, floor = frontier.baseline_bytes, frontier.floor.peak_bytes
     limits = [baseline, *(baseline * share // 100 for share in SHARES), floor]
     points = frontier.curve([limit for limit in limits if limit >= floor])
-    choices = tuple(Choice(limit, p.peak_bytes, p.seconds) for limit, p in points.items())
+    choices = tuple(
+        Choice(limit, p.peak_bytes, p.seconds, min(p.seconds, frontier.bound_seconds(limit)))
+        for limit, p in points.items()
+    )
     worst = max((p.seconds for p in points.values()), default=0.0) or 1.0
     best = min(points.values(), key=lambda p: p.peak_bytes / max(baseline, 1) + p.seconds / worst)
     return choices, best

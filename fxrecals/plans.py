@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from fxrecals import report, schedule
 from fxrecals.errors import FxrecalsError
+from fxrecals.explanation import Explanation, explain
 from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, Where, bounded_graph
 from fxrecals.schedule import Region, Schedule
 from fxrecals.timeline import Timeline, simulate
@@ -40,11 +41,13 @@ class Choice:
         limit_bytes: the limit asked.
         peak_bytes: peak of the plan at that limit.
         extra_seconds: its estimated extra time.
+        bound_seconds: proved: no schedule within the limit takes less extra time.
     """
 
     limit_bytes: int
     peak_bytes: int
     extra_seconds: float
+    bound_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,17 @@ class Plan:
         planned = {name: value.nbytes for name, value in self.graph.values.items()}
         made = (value for value in graph.values.values() if value.kind is Kind.ACTIVATION)
         return all(planned.get(prefix + value.name) == value.nbytes for value in made)
+
+    def explain(self, name: str) -> Explanation:
+        """What becomes of a tensor, or of all that a module makes, and why; print it.
+
+        Args:
+            name: of a tensor or an op, as the report prints it, or the path of a module.
+
+        Raises:
+            OptionError: the plan knows nothing of that name.
+        """
+        return explain(self, name)
 
     def __repr__(self) -> str:
         return report.text(self)

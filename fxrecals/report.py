@@ -73,7 +73,7 @@ def text(plan: Plan) -> str:
     if plan.choices:
         parts += [_choices(plan), _picture(plan)]
     parts += [_notes(plan)]
-    return _ascii("\n\n".join(part for part in parts if part))
+    return ascii_only("\n\n".join(part for part in parts if part))
 
 
 def timeline_text(plan: Plan) -> str:
@@ -107,7 +107,7 @@ def timeline_text(plan: Plan) -> str:
     about = "bytes; live counts what the run reads, makes and uses for itself"
     about += ", and gradients" if plan.peak is Peak.STEP else ""
     peak = f"; peak at run {found.peak_index}" if found.steps else ""
-    return _ascii("\n".join([about + peak, *lines]))
+    return ascii_only("\n".join([about + peak, *lines]))
 
 
 def _half(timeline: Timeline, index: int) -> str:
@@ -196,7 +196,7 @@ def _regions(plan: Plan) -> str:
     if not groups:
         return ""
     shown = groups if len(groups) <= REGION_ROWS + 1 else groups[:REGION_ROWS]
-    places = [_tail(_pattern(group.places), 26) for group in shown]
+    places = [tail_of(_pattern(group.places), 26) for group in shown]
     room = 48 - max(map(len, places))
     rows = [
         _region_row(place, _start(group.what, room), group)
@@ -207,7 +207,7 @@ def _regions(plan: Plan) -> str:
         rows.append(_region_row(f"and {len(groups) - len(shown)} more", "", rest))
     rows.append(_region_row("all", "", _summed(groups)))
     headers = ("runs again in", "what", "regions", "runs", "times", "frees", "FLOP", "time")
-    return _table(headers, rows, "llrrrrrr")
+    return table(headers, rows, "llrrrrrr")
 
 
 def _region_row(where: str, what: str, group: _Group) -> tuple[str, ...]:
@@ -240,8 +240,8 @@ def _grouped_regions(plan: Plan) -> list[_Group]:
     """Regions that look the same, together; those that free the most come first."""
     graph = plan.graph
     counts = schedules.recomputed(graph, plan.schedule)
-    freed = _between(graph, Schedule.keeping_everything(graph))
-    for storage in _between(graph, plan.schedule):
+    freed = kept_between(graph, Schedule.keeping_everything(graph))
+    for storage in kept_between(graph, plan.schedule):
         freed.pop(storage, None)
     found: dict[tuple[Place, str], _Group] = {}
     for region in plan.regions:
@@ -268,19 +268,19 @@ def _add(
         group.often.add(counts[name])
         group.flops += op.flops
         group.seconds += op.seconds
-        for storage in _made(graph, op):
+        for storage in made_storages(graph, op):
             values = freed.pop(storage, None)
             group.nbytes += values[0].nbytes if values else 0
 
 
-def _made(graph: Graph, op: Op) -> Iterator[str]:
+def made_storages(graph: Graph, op: Op) -> Iterator[str]:
     """Storages that a run of an op allocates."""
     sources = {graph.values[name].storage for name in op.inputs}
     storages = dict.fromkeys(graph.values[name].storage for name in op.outputs)
     yield from (storage for storage in storages if storage not in sources)
 
 
-def _between(graph: Graph, schedule: Schedule) -> dict[str, list[Value]]:
+def kept_between(graph: Graph, schedule: Schedule) -> dict[str, list[Value]]:
     """Storages alive between forward and backward, each with its values that are."""
     made = {name for op in graph.forward for name in op.outputs}
     held = [name for name in graph.outputs if name in made]
@@ -343,13 +343,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _what(ops: Sequence[Op]) -> str:
-    return " ".join(dict.fromkeys(_short(op) for op in ops))
+    return " ".join(dict.fromkeys(short_name(op) for op in ops))
 
 
-def _short(op: Op) -> str:
+def short_name(op: Op) -> str:
     """What an op computes, as people call it.
 
-    >>> _short(Op("f", "torch.ops.aten.native_layer_norm.default", (), (), Phase.FORWARD))
+    >>> short_name(Op("f", "torch.ops.aten.native_layer_norm.default", (), (), Phase.FORWARD))
     'layer_norm'
     """
     parts = op.target.split(".")
@@ -400,41 +400,41 @@ def _saved(plan: Plan) -> str:
             "",
         )
     )
-    return _table(("kept", "made in", "bytes", "line", "because"), rows, "llrll")
+    return table(("kept", "made in", "bytes", "line", "because"), rows, "llrll")
 
 
 def _kept_row(group: _Kept) -> tuple[str, ...]:
     more = f" +{len(group.names) - 1}" if len(group.names) > 1 else ""
     name = _middle(group.names[0], 22 - len(more)) + more
     because = group.reason or f"it saves {format_seconds(sum(group.remakers.values()))}"
-    where = _tail(_pattern(group.places), 22)
-    line = _tail(group.source, 21)
+    where = tail_of(_pattern(group.places), 22)
+    line = tail_of(group.source, 21)
     return (name, where, format_bytes(group.nbytes), line, "\n".join(textwrap.wrap(because, 24)))
 
 
 def _grouped_saved(plan: Plan) -> list[_Kept]:
     """Kept storages that look the same, together; the largest come first."""
     graph = plan.graph
-    makers = {storage: op for op in reversed(graph.forward) for storage in _made(graph, op)}
-    starts = _starts(graph, plan.schedule)
+    makers = {storage: op for op in reversed(graph.forward) for storage in made_storages(graph, op)}
+    starts = region_starts(graph, plan.schedule)
     found: dict[tuple[Place, str, str, str], _Kept] = {}
-    kept = _between(graph, plan.schedule)
+    kept = kept_between(graph, plan.schedule)
     for storage, values in kept.items():
         op = makers[storage]
-        place, reason = _place([op]), _reason(graph, op, values, storage in starts)
-        which = _which(graph, op, storage)
+        place, reason = _place([op]), reason_kept(graph, op, values, storage in starts)
+        which = which_result(graph, op, storage)
         group = found.setdefault(
-            (_wild(place), _short(op), which, reason), _Kept([], [], op.where.source, reason)
+            (_wild(place), short_name(op), which, reason), _Kept([], [], op.where.source, reason)
         )
         group.names.append(op.name + which)
         group.places.append(place)
         group.nbytes += values[0].nbytes
         if not reason:
-            group.remakers.update(_remakers(graph, op, kept))
+            group.remakers.update(remakers(graph, op, kept))
     return sorted(found.values(), key=lambda g: -g.nbytes)
 
 
-def _which(graph: Graph, op: Op, storage: str) -> str:
+def which_result(graph: Graph, op: Op, storage: str) -> str:
     """Which result of an op lives in a storage: "" for the only one, or ``[1]``, or ``:rng``."""
     index = [graph.values[name].storage for name in op.outputs].index(storage)
     if op.is_random and index == len(op.outputs) - 1:
@@ -442,10 +442,10 @@ def _which(graph: Graph, op: Op, storage: str) -> str:
     return f"[{index}]" if len(op.outputs) - op.is_random > 1 else ""
 
 
-def _reason(graph: Graph, op: Op, values: Iterable[Value], is_start: bool) -> str:
+def reason_kept(graph: Graph, op: Op, values: Iterable[Value], is_start: bool) -> str:
     """Why a storage is kept; "" if only because to make it again takes time."""
     if any(value.kind is Kind.RNG_STATE for value in values):
-        return f"replays {_short(op)}"
+        return f"replays {short_name(op)}"
     held = set(graph.outputs)
     if any(value.name in held for value in values):
         return "the caller holds it"
@@ -454,7 +454,7 @@ def _reason(graph: Graph, op: Op, values: Iterable[Value], is_start: bool) -> st
     return "a region starts from it" if is_start else ""
 
 
-def _remakers(graph: Graph, op: Op, kept: Collection[str]) -> Iterator[tuple[str, float]]:
+def remakers(graph: Graph, op: Op, kept: Collection[str]) -> Iterator[tuple[str, float]]:
     """What must run to make an op's results again from the storages that are kept."""
     seen = {op.name}
     stack = [op]
@@ -468,7 +468,7 @@ def _remakers(graph: Graph, op: Op, kept: Collection[str]) -> Iterator[tuple[str
                 stack.append(source)
 
 
-def _starts(graph: Graph, schedule: Schedule) -> set[str]:
+def region_starts(graph: Graph, schedule: Schedule) -> set[str]:
     """Storages from the forward that an op which runs again reads."""
     again: set[str] = set()
     found: set[str] = set()
@@ -477,7 +477,7 @@ def _starts(graph: Graph, schedule: Schedule) -> set[str]:
         if op.phase is Phase.FORWARD and not op.is_view:
             found.update(graph.values[n].storage for n in op.inputs)
             found -= again
-            again.update(_made(graph, op))
+            again.update(made_storages(graph, op))
     return found
 
 
@@ -503,7 +503,7 @@ def _peaks(plan: Plan) -> str:
         bound = format_seconds(seconds + plan.bound_seconds)
         more = _more_time(plan, plan.bound_seconds)
         rows.append(("no schedule within the limit takes less", "", bound, more))
-    return _table(("", "no recompute", "planned", ""), rows, "lrrl")
+    return table(("", "no recompute", "planned", ""), rows, "lrrl")
 
 
 def _peak_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -553,7 +553,7 @@ def _choices(plan: Plan) -> str:
         for choice in plan.choices
     ]
     which = _which_peak(plan)
-    return _table(("limit", f"of the {which}", which, "more time", ""), rows, "rrrrl")
+    return table(("limit", f"of the {which}", which, "more time", ""), rows, "rrrrl")
 
 
 def _picture(plan: Plan) -> str:
@@ -621,10 +621,10 @@ def _kept_of_checkpoints(plan: Plan) -> list[int]:
     graph = plan.graph
     wishes = {Trait.PREFER_RECOMPUTE, Trait.MUST_RECOMPUTE}
     held = {graph.values[name].storage for name in graph.outputs}
-    makers = {storage: op for op in reversed(graph.forward) for storage in _made(graph, op)}
+    makers = {storage: op for op in reversed(graph.forward) for storage in made_storages(graph, op)}
     return [
         values[0].nbytes
-        for storage, values in _between(graph, plan.schedule).items()
+        for storage, values in kept_between(graph, plan.schedule).items()
         if storage not in held and makers[storage].traits & wishes
         if values[0].kind is not Kind.RNG_STATE
     ]
@@ -650,12 +650,12 @@ def _notes(plan: Plan) -> str:
 # --- text ---------------------------------------------------------------------------------------
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
     """A table with a line under its headers; `align` has "l" or "r" for each column."""
     sides = [{"l": "left", "r": "right"}[side] for side in align]
     # The headers are a row like any other: tabulate makes columns wider than their headers.
-    table = tabulate([headers, *rows], tablefmt="plain", disable_numparse=True, colalign=sides)
-    lines = [line.rstrip() for line in table.splitlines()]
+    plain = tabulate([headers, *rows], tablefmt="plain", disable_numparse=True, colalign=sides)
+    lines = [line.rstrip() for line in plain.splitlines()]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
@@ -675,10 +675,10 @@ def _middle(name: str, width: int) -> str:
     return f"{name[: width - 2 - end]}..{name[-end:]}"
 
 
-def _tail(path: str, width: int) -> str:
+def tail_of(path: str, width: int) -> str:
     """The end of a dotted path, from a dot on if that leaves something.
 
-    >>> _tail("transformer.h.[0-5].attn.c_attn", 24), _tail("configuration_utils.py:7", 20)
+    >>> tail_of("transformer.h.[0-5].attn.c_attn", 24), tail_of("configuration_utils.py:7", 20)
     ('..h.[0-5].attn.c_attn', '..uration_utils.py:7')
     """
     if len(path) <= width:
@@ -688,5 +688,6 @@ def _tail(path: str, width: int) -> str:
     return f"..{rest if dot and len(rest) >= width // 2 else end}"
 
 
-def _ascii(words: str) -> str:
+def ascii_only(words: str) -> str:
+    """Words with what is not ASCII escaped."""
     return words.encode("ascii", "backslashreplace").decode("ascii")

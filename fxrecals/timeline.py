@@ -103,6 +103,21 @@ class Timeline:
         return sum(step.allocated_bytes - step.freed_bytes for step in self.steps)
 
 
+@dataclass(frozen=True)
+class Lifetime:
+    """One allocation of a storage.
+
+    Attributes:
+        storage: its name.
+        born: index of the run that allocates it.
+        dies: index of the run after which it is freed; None if the caller holds it.
+    """
+
+    storage: str
+    born: int
+    dies: int | None
+
+
 @dataclass
 class _Block:
     """One allocated storage: its size, who pays, and the run after which it is freed."""
@@ -125,6 +140,21 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     runs = _runs(graph, schedule)
     blocks = _blocks(graph, runs)
     return _account(graph, runs, blocks, len(schedule.forward))
+
+
+def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
+    """Every storage that the step allocates, in order, with the runs between which it lives.
+
+    Args:
+        graph: as for `simulate`.
+        schedule: as for `simulate`.
+    """
+    blocks = _blocks(graph, _runs(graph, schedule))
+    return tuple(
+        Lifetime(b.value.storage, b.born, None if b.dies == float("inf") else int(b.dies))
+        for b in blocks
+        if b.dies != NEVER
+    )
 
 
 def _runs(graph: Graph, schedule: Schedule) -> list[tuple[Op, bool]]:

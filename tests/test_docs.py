@@ -21,6 +21,9 @@ BLOCK = re.compile(
 )
 """Python, and right behind it in a text block, if there is one, what it prints."""
 
+GOLDEN = re.compile(r"^<!-- golden: (?P<name>\S+) -->\n```text\n(?P<out>.*?)^```$", re.M | re.S)
+"""What a page shows of the command line, which `test_cli.py` compares with what is printed."""
+
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 
 SMALLER = {"n_layer=6": "n_layer=3"}
@@ -76,6 +79,13 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_says(
             exec(program, module.__dict__)
         if block.printed is not None:
             assert printed.getvalue() == block.printed, f"{_name(page)}, line {block.line}"
+
+
+def test_the_page_of_the_command_shows_what_it_prints() -> None:
+    shown = list(GOLDEN.finditer((ROOT / "docs" / "cli.md").read_text()))
+    assert len(shown) >= 5
+    for found in shown:
+        assert found["out"] == (ROOT / "tests" / "golden" / found["name"]).read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

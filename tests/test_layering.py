@@ -22,6 +22,7 @@ LAYERS = {
     ),
     "torch": (
         {"_torch"},
+        {"runtime"},
         {"rng"},
         {"cost"},
         {"convolutions"},
@@ -31,9 +32,10 @@ LAYERS = {
         {"halves"},
         {"engine"},
     ),
-    "view": ({"report", "plot"},),
+    "view": ({"report"}, {"explanation", "plot"}),
     "top": (
         {"plans"},
+        {"package"},
         {"export"},
         {"planning"},
         {"ledger"},
@@ -42,6 +44,9 @@ LAYERS = {
         {"compiling"},
         {"dynamo"},
         {"api"},
+        {"factories"},
+        {"fitting"},
+        {"monitoring"},
         {"fallback"},
         {"__init__"},
         {"cli"},
@@ -64,7 +69,7 @@ HALVES_BELOW = {
 NOT_FOR_TORCH = "solve"
 """Planning and running know of each other only through `planning` and `dynamo`."""
 
-FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals"}
+FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals", "fit", "load", "monitor"}
 """Public functions: a module of that name would hide them."""
 
 

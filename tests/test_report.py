@@ -328,9 +328,9 @@ def test_freed_bytes_add_up_to_what_is_saved_less(drawn: tuple[Graph, Schedule])
         if graph.values[name].kind is Kind.RNG_STATE
     )
     freed = sum(group.nbytes for group in report._grouped_regions(plan))
-    kept_anew = _bytes(graph, report._between(graph, made)) - plan.saved_bytes
+    kept_anew = _bytes(graph, report.kept_between(graph, made)) - plan.saved_bytes
     assert kept_anew == 0
-    before = _bytes(graph, report._between(graph, Schedule.keeping_everything(graph)))
+    before = _bytes(graph, report.kept_between(graph, Schedule.keeping_everything(graph)))
     started = _only_planned(plan)
     assert freed == before - plan.saved_bytes + states + started
 
@@ -341,8 +341,8 @@ def _bytes(graph: Graph, storages: dict[str, list[Value]]) -> int:
 
 def _only_planned(plan: Plan) -> int:
     """Bytes that are kept for regions to start from, and were not kept without them."""
-    before = report._between(plan.graph, Schedule.keeping_everything(plan.graph))
-    after = report._between(plan.graph, plan.schedule)
+    before = report.kept_between(plan.graph, Schedule.keeping_everything(plan.graph))
+    after = report.kept_between(plan.graph, plan.schedule)
     return sum(
         values[0].nbytes
         for storage, values in after.items()

@@ -24,6 +24,7 @@ NAMES = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch._functorch._aot_autograd.descriptors", "GradAOTOutput"),
     ("torch.utils.flop_counter", "flop_registry"),
+    ("torch._logging._internal", "trace_structured"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch._C._dynamo.eval_frame", "reset_code"),
 ]
@@ -78,6 +79,10 @@ def test_collectives_are_known_by_their_namespace() -> None:
     target = torch.ops._c10d_functional.all_reduce.default
     assert _torch.is_collective(target)
     assert not _torch.is_collective(torch.ops.aten.mm.default)
+
+
+def test_an_artifact_for_a_trace_that_is_off_does_no_harm() -> None:
+    _torch.trace_artifact("a_plan", lambda: "{}")
 
 
 def test_without_other_processes_each_agrees_with_itself() -> None:

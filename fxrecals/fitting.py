@@ -1,0 +1,306 @@
+"""The largest size that trains under a limit, found by planning alone.
+
+A size is whatever a factory takes as a keyword: a batch, a sequence length, an image's side. For
+each size tried, the model is made without memory, traced, and planned; nothing is trained. A few
+sizes are enough: from the floors of those tried, the next is guessed as floor = a * size^k.
+
+    >>> from torch import nn
+    >>> def make(batch=8):
+    ...     return nn.Sequential(nn.Linear(64, 64), nn.GELU()), torch.randn(batch, 64)
+    >>> found = fit(make, "1MB")
+    >>> found.plan.peak_bytes <= 1_000_000 < found.next_floor_bytes
+    True
+
+It is taken for granted that a larger size has no lower floor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxrecals import cost as costing
+from fxrecals.api import IN_EVAL
+from fxrecals.capture import capture
+from fxrecals.capture import step as whole_step
+from fxrecals.errors import LimitError, OptionError
+from fxrecals.factories import Factory, call_without_memory
+from fxrecals.formats import format_bytes
+from fxrecals.ir import Graph
+from fxrecals.planning import (
+    Progress,
+    explore,
+    limit_bytes,
+    named_cost,
+    named_peak,
+    plan_graph,
+)
+from fxrecals.plans import Plan
+from fxrecals.report import table
+from fxrecals.solve.auto import Frontier
+from fxrecals.units import Limit, parse_limit
+
+MOST_TRIES = 12
+"""Sizes that are planned for at most."""
+
+CLOSE = 1.01
+"""How far the guessed floor of the next size is above the limit at least, if it is not tried."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """One size that was planned for.
+
+    Attributes:
+        size: the size.
+        floor_bytes: the smallest limit for it.
+        baseline_bytes: its peak without recompute.
+        fits: whether the floor is within the limit.
+    """
+
+    size: int
+    floor_bytes: int
+    baseline_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `fit` found; it prints itself.
+
+    Attributes:
+        vary: the keyword that was varied.
+        size: the largest that trains under the limit.
+        plan: for that size.
+        tried: all that was planned, by size.
+        next_size: the next larger size.
+        next_floor_bytes: its floor, above the limit.
+        is_next_tried: whether that was planned for; else it is guessed from those that were.
+    """
+
+    vary: str
+    size: int
+    plan: Plan
+    tried: tuple[Try, ...]
+    next_size: int
+    next_floor_bytes: int
+    is_next_tried: bool
+
+    def __repr__(self) -> str:
+        limit = format_bytes(self.plan.limit_bytes or 0)
+        about = "needs" if self.is_next_tried else "would need about"
+        lines = [
+            f"{self.vary}={self.size} is the largest that trains under {limit}; "
+            f"{self.vary}={self.next_size} {about} {format_bytes(self.next_floor_bytes)}",
+            repr(self.plan).partition("\n")[0],
+        ]
+        rows = [_row(each) for each in self.tried]
+        headers = (self.vary, "floor", "no recompute", "")
+        return "\n".join([*lines, "", table(headers, rows, "rrrl")])
+
+
+def fit(
+    factory: Factory,
+    limit: int | str | Limit,
+    *,
+    vary: str = "batch",
+    start: int | None = None,
+    step: int = 1,
+    peak: str = "activations",
+    cost: str | costing.Cost = "roofline",
+    device: str | torch.device | None = None,
+    on_try: Callable[[int], None] | None = None,
+    on_progress: Progress | None = None,
+) -> Fit:
+    """The largest size that trains under a limit, with its plan; nothing is trained to find it.
+
+    Args:
+        factory: called with the size as a keyword; returns a model and what it is called with,
+            as `fxrecals.factories.call` reads it.
+        limit: in bytes: an int, ``"4GB"``, ``"4GiB"``, or ``"auto"``.
+        vary: the keyword.
+        start: the size to try first; by default the keyword's own, or two steps.
+        step: sizes are multiples of it, say 64 for a sequence or 32 for an image.
+        peak: as for `plan`.
+        cost: as for `plan`.
+        device: as for `plan`.
+        on_try: called with each size before it is planned for.
+        on_progress: as for `plan`.
+
+    Raises:
+        OptionError: an argument that does not work; `LimitError` if it is the limit.
+        InfeasibleLimitError: not even the smallest size trains under the limit.
+        CaptureError: as for `plan`.
+    """
+    read = _checked(limit, start, step)
+    which = named_peak(peak)
+    priced = named_cost(cost, which)
+
+    def traced(size: int) -> _Traced:
+        if on_try is not None:
+            on_try(size)
+        made = call_without_memory(factory, **{vary: size})
+        captured = capture(made.model, made.example, device=device)
+        graph = whole_step(captured, priced)
+        notes = (*captured.breaks, *([] if made.model.training else [IN_EVAL]))
+        return _Traced(size, graph, explore(graph, which), limit_bytes(graph, read, which), notes)
+
+    search = _Search(traced, _growth_of_examples(factory, vary), step)
+    size: int | None = _rounded(start or _default(factory, vary) or 2 * step, step)
+    while size is not None and len(search.tried) < MOST_TRIES:
+        search.attempt(size)
+        size = search.next()
+    best = search.best_traced
+    found = plan_graph(
+        best.graph,
+        read,
+        peak=which,
+        notes=best.notes,
+        on_progress=on_progress,
+        explored=best.frontier,
+        name=f"{vary}={best.size}",
+    )
+    return search.result(vary, found)
+
+
+def _checked(limit: Any, start: int | None, step: int) -> Limit:
+    read = parse_limit(limit)
+    if not isinstance(read, Limit) or read.share is not None:
+        raise LimitError("limit", limit, 'bytes, as in "4GB": a share grows with the size')
+    for name, value in (("start", start), ("step", step)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise OptionError(name, value, "a whole number from 1 on")
+    return read
+
+
+def _default(factory: Factory, vary: str) -> int | None:
+    found = inspect.signature(factory).parameters.get(vary)
+    return found.default if found is not None and type(found.default) is int else None
+
+
+def _rounded(size: float, step: int) -> int:
+    return max(step, int(size) // step * step)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A size that was traced and explored: its graph, and what its floor and its limit are."""
+
+    size: int
+    graph: Graph
+    frontier: Frontier
+    limit_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def floor_bytes(self) -> int:
+        return self.frontier.floor.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.floor_bytes <= self.limit_bytes
+
+
+class _Search:
+    """Sizes tried, and which to try next."""
+
+    def __init__(
+        self, traced: Callable[[int], _Traced], growth: Callable[[int], float], step: int
+    ) -> None:
+        self.traced = traced
+        self.growth = growth
+        self.step = step
+        self.tried: dict[int, _Traced] = {}
+        self.limit_bytes = 0
+
+    def attempt(self, size: int) -> None:
+        """Traces and explores a size."""
+        self.tried[size] = self.traced(size)
+        self.limit_bytes = self.tried[size].limit_bytes
+
+    @property
+    def best(self) -> int:
+        """The largest size that fits; 0 where none does."""
+        return max((size for size, each in self.tried.items() if each.fits), default=0)
+
+    @property
+    def over(self) -> float:
+        """The smallest size that does not fit, as far as that is known."""
+        return min((size for size, each in self.tried.items() if not each.fits), default=math.inf)
+
+    def next(self) -> int | None:
+        """The size to try next, or None if the largest is known."""
+        after = self.best + self.step
+        if after >= self.over:
+            return None
+        guess = _rounded(self._solved(), self.step)
+        if guess <= self.best:
+            return after if self.floor(after) <= CLOSE * self.limit_bytes else None
+        return min(guess, int(self.over) - self.step) if self.over < math.inf else guess
+
+    def floor(self, size: int) -> int:
+        """The floor of a size: as planned, or as guessed."""
+        if size in self.tried:
+            return self.tried[size].floor_bytes
+        near, power = self._law()
+        return int(near.floor_bytes * (size / near.size) ** power)
+
+    def _solved(self) -> float:
+        """The size at which the guessed floor is the limit."""
+        near, power = self._law()
+        # A floating point error must not turn a size that fits exactly into the one before.
+        return near.size * (self.limit_bytes / max(near.floor_bytes, 1)) ** (1 / power) + 1e-9
+
+    def _law(self) -> tuple[_Traced, float]:
+        """The size whose floor is nearest to the limit, and the power with which floors grow."""
+
+        def distance(each: _Traced) -> float:
+            return abs(math.log(max(each.floor_bytes, 1) / max(self.limit_bytes, 1)))
+
+        near, *others = sorted(self.tried.values(), key=distance)
+        if not others:
+            return near, self.growth(near.size)
+        other = others[0]
+        growth = math.log(max(near.floor_bytes, 1) / max(other.floor_bytes, 1))
+        return near, max(0.1, growth / math.log(near.size / other.size))
+
+    @property
+    def best_traced(self) -> _Traced:
+        """The largest that fits, or the smallest tried."""
+        return self.tried[self.best or min(self.tried)]
+
+    def result(self, vary: str, found: Plan) -> Fit:
+        after = self.best + self.step
+        tried = tuple(
+            Try(size, each.floor_bytes, each.frontier.baseline_bytes, each.fits)
+            for size, each in sorted(self.tried.items())
+        )
+        floor = self.floor(after)
+        return Fit(vary, self.best, found, tried, after, floor, after in self.tried)
+
+
+def _growth_of_examples(factory: Factory, vary: str) -> Callable[[int], float]:
+    """Tells the power with which the example grows around a size: 2 for the side of an image."""
+
+    def growth(size: int) -> float:
+        examples = (call_without_memory(factory, **{vary: n}).example for n in (size, 2 * size))
+        before, after = map(_elements, examples)
+        return max(1.0, math.log2(after / before)) if before and after else 1.0
+
+    return growth
+
+
+def _elements(example: Any) -> int:
+    return sum(x.numel() for x in pytree.tree_leaves(example) if isinstance(x, Tensor))
+
+
+def _row(each: Try) -> tuple[str, ...]:
+    fits = "fits" if each.fits else "does not fit"
+    return (str(each.size), format_bytes(each.floor_bytes), format_bytes(each.baseline_bytes), fits)
