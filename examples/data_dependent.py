@@ -35,6 +35,7 @@ def step(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def main() -> None:
+    """Trains a step both ways."""
     torch.manual_seed(0)
     plain, x = Adaptive(width=64, most=12), torch.randn(512, 64)
     small = copy.deepcopy(plain)
@@ -46,8 +47,8 @@ def main() -> None:
     torch.manual_seed(1)
     recals(step, small, x).backward()
 
-    pairs = zip(plain.parameters(), small.parameters(), strict=True)
-    same = all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (plain, small)]
+    same = all(map(torch.equal, *gradients))
     print(f"saved by a plain step   {saved / 1e6:.1f} MB")
     print(f"limit                   {saved // 4 / 1e6:.1f} MB")
     print(f"peak under the engine   {recals.stats.peak / 1e6:.1f} MB")
