@@ -579,6 +579,48 @@ def push_mode(mode: Any) -> None:
         _push_mode(mode)
 
 
+def count_writes(tensors: list[Tensor]) -> None:
+    """Tells autograd of writes to tensors that it does not count itself."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+Settings = tuple[bool, bool, bool]
+
+
+def settings() -> Settings:
+    """What ops below autograd look at beside their arguments: whether gradients are enabled (LSTMs
+    of oneDNN keep a workspace then), and whether algorithms must be deterministic, or warn.
+
+    `_get_deterministic_algorithms`, read in torch 2.13, `torch/__init__.py`.
+    """
+    c: Any = torch._C
+    deterministic, warns = (
+        c._get_deterministic_algorithms(),
+        c._get_deterministic_algorithms_warn_only(),
+    )
+    return torch.is_grad_enabled(), deterministic, warns
+
+
+@contextmanager
+def under_settings(wanted: Settings) -> Iterator[None]:
+    """A context in which `settings` are as they were."""
+    before = settings()
+    if before == wanted:
+        yield
+        return
+    try:
+        _set(wanted)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(wanted: Settings) -> None:
+    has_grad, deterministic, warns = wanted
+    torch._C._set_grad_enabled(has_grad)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+
+
 _ABOVE = ("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastHPU")
 
 

@@ -48,7 +48,7 @@ def step_of(call: Callable[..., Any], model: nn.Module, inputs: Any) -> Callable
 
 def feasible(limit: int, run: Callable[[int], Any]) -> tuple[int, Any]:
     """The first limit that works, from `limit` on by what each error says, and what `run` gave."""
-    for _ in range(60):
+    for _ in range(200):
         try:
             return limit, run(limit)
         except InfeasibleLimitError as error:

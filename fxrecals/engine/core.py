@@ -5,6 +5,7 @@ Nothing here knows how ops and saved tensors come to it; `fxrecals.engine.runtim
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import Counter
@@ -18,7 +19,7 @@ from torch import Tensor
 from fxrecals import _torch, rng
 from fxrecals.engine.accounts import Accounts
 from fxrecals.engine.memory import Memory
-from fxrecals.engine.ops import Kind, Price, Prices, kind_of, map_tensors, tensors_in
+from fxrecals.engine.ops import Kind, Price, Prices, is_plain, kind_of, map_tensors, tensors_in
 from fxrecals.engine.policies import Policy
 from fxrecals.engine.tape import Call, Idle, Ref, Storage, Value
 
@@ -59,18 +60,26 @@ class Engine:
 
     Attributes:
         prices: of the ops that it saw.
-        gradients_due: bytes of parameters' gradients that the node of the backward that is running
-            will make: they do not count.
         givers: how many nodes give a gradient to a parameter, by its id.
     """
 
     def __init__(self, accounts: Accounts, policy: Policy, *, exceeds: bool = False) -> None:
         self.prices = Prices()
-        self.gradients_due: list[int] = []
         self.givers: Counter[int] = Counter()
         self._memory = Memory(accounts, policy, exceeds=exceeds)
         self._recomputes = 0
         self._recomputed_seconds = 0.0
+        self._thread = threading.local()
+
+    @property
+    def gradients_due(self) -> list[int]:
+        """Bytes of parameters' gradients that the node of a backward will make that runs in this
+        thread: they do not count."""
+        return getattr(self._thread, "gradients_due", [])
+
+    @gradients_due.setter
+    def gradients_due(self, sizes: list[int]) -> None:
+        self._thread.gradients_due = sizes
 
     @property
     def stats(self) -> Stats:
@@ -114,23 +123,38 @@ class Engine:
         with self._memory.desk:
             if call is not None and call.drawn_from is not None:
                 self._memory.meet(call.drawn_from[1], charged=True)
-            self._record(kind, call, result, written)
+            self._record(call, result)
+            self._overwrite(kind, call, written)
             self._check(price, op)
+        return result
+
+    def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op on tensors of other kinds: what it writes to is all that is seen of it."""
+        kind = kind_of(op)
+        if not kind.writes or self._memory.desk.is_mine:
+            return op(*args, **kwargs)
+        with self._memory.desk:
+            written = self._about_to_write(kind, args, kwargs)
+        result = op(*args, **kwargs)
+        with self._memory.desk:
+            self._overwrite(kind, None, written)
         return result
 
     def account_for(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op of the backward: under the limit."""
-        if kind_of(op).only_views or self._memory.desk.is_mine:
+        kind = kind_of(op)
+        if kind.only_views or self._memory.desk.is_mine:
             return op(*args, **kwargs)
         with self._memory.desk:
             price = self._price(op, args, kwargs)
+            written = self._about_to_write(kind, args, kwargs)
             gradients = [size for size in price.sizes if size in self.gradients_due]
             self._memory.make_room(price, op, -sum(gradients))
         result = op(*args, **kwargs)
         with self._memory.desk:
-            for tensor in tensors_in(result):
-                storage = self._memory.known(tensor)
-                if storage is None:
+            self._overwrite(kind, None, written)
+            for tensor in filter(is_plain, tensors_in(result)):
+                if self._memory.known(tensor) is None:
                     is_gradient = tensor.untyped_storage().nbytes() in gradients
                     storage = self._memory.meet(tensor, charged=not is_gradient)
                     if is_gradient:
@@ -145,7 +169,10 @@ class Engine:
             self._memory.make_room(Price((), 0, 0.0, True, price.device), op)
 
     def _price(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Price:
-        return self.prices.of((op, _key(args), _key(tuple(kwargs.items()))), op, args, kwargs)
+        is_sized_by_numbers = bool(args) and isinstance(args[0], (int, float))
+        numbers = repr(args) if is_sized_by_numbers else None
+        key = (op, _key(args), _key(tuple(kwargs.items())), numbers)
+        return self.prices.of(key, op, args, kwargs)
 
     def _note(
         self,
@@ -185,7 +212,9 @@ class Engine:
         for place in kind.writes:
             given = args[place] if isinstance(place, int) and place < len(args) else None
             given = kwargs.get(place) if isinstance(place, str) else given
-            for tensor in tensors_in(given):
+            if isinstance(given, (tuple, list)):
+                _torch.count_writes(list(tensors_in(given)))  # which autograd does not do
+            for tensor in filter(is_plain, tensors_in(given)):
                 storage = self._memory.meet(tensor, charged=False)
                 self._copy_on_write(storage, tensor)
                 found.append(storage)
@@ -204,13 +233,17 @@ class Engine:
         home.root, root.home, root.tensor = weakref.ref(root), home, copy
         root.stamp = copy._version
 
-    def _record(self, kind: Kind, call: Call | None, result: Any, written: list[Storage]) -> None:
+    def _record(self, call: Call | None, result: Any) -> None:
+        """Notes what an op has made."""
         for index, tensor in enumerate(tensors_in(result)):
-            if self._memory.known(tensor) is not None:
+            if not is_plain(tensor) or self._memory.known(tensor) is not None:
                 continue  # a view, or what was written to
             storage = self._memory.meet(tensor, charged=True)
             if call is not None:
                 call.made.append((index, weakref.ref(self._make(call, storage))))
+
+    def _overwrite(self, kind: Kind, call: Call | None, written: list[Storage]) -> None:
+        """Notes what an op has written: a call that can run again, or one that cannot."""
         for storage in written:
             old = storage.value
             if old is None:
@@ -280,6 +313,7 @@ class Engine:
             if (
                 value is None
                 or value.recipe is None
+                or not is_plain(tensor)
                 or not self._memory.is_unwritten(value, tensor)
             ):
                 return tensor, _torch.version(tensor)
@@ -385,21 +419,8 @@ class Engine:
         self._memory.make_room(call.price, call.op, rng.CPU_STATE_BYTES if call.drawn_from else 0)
         started = time.perf_counter()
         own = {id(old): self._own(old) for old, _ in call.wrote}
-
-        def tensor(x: Any) -> Any:
-            if isinstance(x, Ref):
-                alias = own.get(id(x.value))
-                alias = self._alias(x.value) if alias is None else alias
-                assert alias is not None
-                return x.within(alias)
-            if isinstance(x, Idle):
-                return torch.zeros(x.size, dtype=x.dtype, device=x.device)
-            if isinstance(x, (tuple, list)):
-                return type(x)(map(tensor, x))
-            return x
-
-        args, kwargs = tuple(map(tensor, call.args)), {k: tensor(x) for k, x in call.kwargs.items()}
-        with _torch.below_autograd():
+        args, kwargs = self._given(call.args, own), self._given(call.kwargs, own)
+        with _torch.below_autograd(), _torch.under_settings(call.settings):
             if call.drawn_from is None:
                 result = call.op(*args, **kwargs)
             else:
@@ -413,6 +434,24 @@ class Engine:
                 self._memory.find(value, alias)
         self._recomputes += 1
         self._recomputed_seconds += time.perf_counter() - started
+
+    def _given(self, x: Any, own: dict[int, Tensor]) -> Any:
+        """What a call keeps of its arguments, as it was given: values written to are in `own`.
+
+        No closure, which would keep itself alive and `own` with it.
+        """
+        if isinstance(x, Ref):
+            alias = own.get(id(x.value))
+            alias = self._alias(x.value) if alias is None else alias
+            assert alias is not None
+            return x.within(alias)
+        if isinstance(x, Idle):
+            return torch.zeros(x.size, dtype=x.dtype, device=x.device)
+        if isinstance(x, (tuple, list)):
+            return type(x)(self._given(y, own) for y in x)
+        if isinstance(x, dict):
+            return {name: self._given(y, own) for name, y in x.items()}
+        return x
 
     def _own(self, value: Value) -> Tensor:
         """A value in a storage that may be written to: its own, if nothing else needs that."""
@@ -440,13 +479,13 @@ def _whole(storage: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def _key(x: Any) -> Any:
-    """What tells arguments apart that cost differently."""
+    """What tells arguments apart that cost differently: other factors are no other price."""
     if isinstance(x, Tensor):
         return (x.dtype, x.size(), x.stride(), x.device)
     if isinstance(x, (tuple, list)):
         return tuple(map(_key, x))
-    if isinstance(x, (float, torch.Generator)):
-        return repr(x) if isinstance(x, float) else None
+    if isinstance(x, (float, complex, torch.Generator)):
+        return type(x)
     return (type(x), x) if isinstance(x, (int, bool)) else x
 
 

@@ -142,7 +142,11 @@ class Prices:
         """The price of a call that is about to run."""
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._estimate(key, op, args, kwargs)
+            if len(self._known) >= _MOST_PRICES:
+                self._known.clear()
+                self._unmeasured.clear()
+            with _torch.outside_tracing():  # whoever else watches this thread is not meant
+                found = self._known[key] = self._estimate(key, op, args, kwargs)
         return found
 
     def measure(self) -> None:
@@ -175,6 +179,7 @@ class Prices:
         made = {_torch.storage_key(t): t for t in tensors_in(out)}
         sizes = tuple(_torch.storage_bytes(t) for k, t in made.items() if k not in old)
         may_run = kind.can_replay and not kind.writes and not has_generator
+        may_run = may_run and all(map(is_plain, tensors_in(out)))
         call = PricedCall(op, given, named, out, is_known=may_run)
         (cost,) = replace(self.cost, scratch=False).price([call])
         if call.is_known:
@@ -188,6 +193,8 @@ class Prices:
         with self._mode:
             return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
 
+
+_MOST_PRICES = 10_000
 
 _TAKE_SCRATCH = ("convolution", "attention", "norm_backward", "sort", "cumsum")
 
@@ -208,6 +215,11 @@ def map_tensors(change: Callable[[Tensor], Any], x: Any) -> Any:
     if isinstance(x, dict):
         return {key: map_tensors(change, y) for key, y in x.items()}
     return x
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory, and nothing else."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:

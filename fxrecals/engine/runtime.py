@@ -15,7 +15,7 @@ from fxrecals import _torch
 from fxrecals.engine import policies
 from fxrecals.engine.accounts import Accounts, counted, read_limit
 from fxrecals.engine.core import Engine, Stats
-from fxrecals.engine.ops import tensors_in
+from fxrecals.engine.ops import is_plain, tensors_in
 from fxrecals.errors import OptionError
 from fxrecals.units import DeviceLimits, Limit
 
@@ -107,6 +107,9 @@ def _refuse(_: Any) -> Tensor:
     raise RuntimeError("analyze() keeps nothing: there is no backward through what it ran")
 
 
+_FEW = 256
+
+
 class _Watch(TorchDispatchMode):
     """Shows an engine the ops that run."""
 
@@ -114,28 +117,29 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._engine = engine
         self._made: list[weakref.ref[Tensor]] = []
+        self._most = _FEW
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if types or not _is_plain(args) or not _is_plain(kwargs):
-            return func(*args, **kwargs)
+        if types or not all(map(is_plain, tensors_in((args, kwargs)))):
+            return self._engine.pass_by(func, args, kwargs)
         if _torch.is_in_backward():
             return self._engine.account_for(func, args, kwargs)
         result = self._engine.run(func, args, kwargs)
-        self._made += map(weakref.ref, tensors_in(result))
+        self._note(result)
         return result
+
+    def _note(self, result: Any) -> None:
+        self._made += map(weakref.ref, tensors_in(result))
+        if len(self._made) > self._most:
+            self._made = [ref for ref in self._made if ref() is not None]
+            self._most = 2 * len(self._made) + _FEW
 
     def alive(self) -> list[Tensor]:
         """The tensors that ops made and that are still there."""
         return [tensor for ref in self._made if (tensor := ref()) is not None]
-
-
-def _is_plain(x: Any) -> bool:
-    return all(
-        t.layout is torch.strided and not t.is_nested and not t.is_quantized for t in tensors_in(x)
-    )
 
 
 def _follow(tensors: list[Tensor], engine: Engine) -> None:

@@ -124,15 +124,15 @@ class Ref:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.dtype = tensor.dtype
-        self.bits = (tensor.is_conj(), tensor.is_neg()) if tensor.dtype.is_complex else None
+        self.bits = tensor.is_conj(), tensor.is_neg()
 
     def within(self, alias: Tensor) -> Tensor:
         """This tensor, in the storage of `alias`."""
-        if alias.dtype is self.dtype and self.bits is None and not alias.dtype.is_complex:
+        if alias.dtype is self.dtype and self.bits == (alias.is_conj(), alias.is_neg()):
             return alias.as_strided(self.size, self.stride, self.offset)
         made = torch.empty(0, dtype=self.dtype, device=alias.device)
         made.set_(alias.untyped_storage(), self.offset, self.size, self.stride)
-        conjugated, negated = self.bits or (False, False)
+        conjugated, negated = self.bits
         made = torch.conj(made) if conjugated else made
         return _torch.negated(made) if negated else made
 
@@ -157,6 +157,7 @@ class Call:
         wrote: what it wrote in place, as pairs of the value before and a weak reference.
         price: bytes and seconds of one run.
         drawn_from: generator (or device of a default generator) and its state, if it draws.
+        settings: of the process, that ops look at.
         lost: how many of the values that it made are not in memory.
         claims: how many of them are wanted.
         group: the group of lost calls around it, while anything of it is lost.
@@ -174,6 +175,7 @@ class Call:
         "op",
         "parents",
         "price",
+        "settings",
         "wrote",
     )
 
@@ -186,6 +188,7 @@ class Call:
     ) -> None:
         self.op, self.args, self.kwargs, self.price = op, args, kwargs, price
         self.drawn_from: tuple[Any, Tensor] | None = None
+        self.settings = _torch.settings()
         self.parents = tuple({id(r.value): r.value for r in refs_in((args, kwargs))}.values())
         self.made: list[tuple[int, weakref.ref[Value]]] = []
         self.wrote: list[tuple[Value, weakref.ref[Value]]] = []
