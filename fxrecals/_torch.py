@@ -979,24 +979,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def frames_seen() -> int:
-    """How many frames Dynamo has begun to trace in this process; the next one has this number.
-
-    `FRAME_COUNTER`, read in torch 2.13, `_dynamo/convert_frame.py`.
-    """
-    from torch._dynamo import convert_frame
-
-    return convert_frame.FRAME_COUNTER
-
-
-def frame_number() -> int | None:
-    """Within a backend's call: the number of the frame that the graph is of.
-
-    `CompileContext`, read in torch 2.13, `_guards.py`.
-    """
-    from torch._guards import CompileContext
-
-    found = CompileContext.current_compile_id()
-    return None if found is None else found.frame_id

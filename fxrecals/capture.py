@@ -65,8 +65,7 @@ class Run:
         sources: by index of placeholder, the run and output that it came from.
         made: indices of the placeholders that were made between two graphs, in plain Python.
         parameters: by index of placeholder, a number that tells parameters apart.
-        results: indices of the forward outputs that the model returns; () where it is the only
-            run, and its joint graph tells.
+        results: indices of the forward outputs that the model returns.
         given: by index of placeholder, the place in `Signature.names` of what was there before.
     """
 
@@ -163,8 +162,6 @@ def capture(
         with _undisturbed(), _torch.quiet(), mode:
             compiled = _torch.compile_alone(_call, recorder.backend, 1 << 20)
             result = compiled(twin, *args, **kwargs)
-    except _Traced:
-        result = None
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be traced with example={_described(example)}: "
@@ -325,11 +322,6 @@ def _described(example: Any) -> str:
     return repr(example)[:60]
 
 
-class _Traced(Exception):
-    """The one graph of a model has run. What comes after it is what the model's Python leaves
-    behind outside of the model, a counter for example, which planning is not to touch."""
-
-
 @dataclass(frozen=True)
 class _Executed:
     """One execution of a compiled forward: which joint, storages that came in and went out."""
@@ -351,8 +343,6 @@ class _Recorder:
         self.graphs = 0
         self.alive: list[Any] = []  # storages are compared by address: none may be freed meanwhile
         self._pending: Joint | None = None
-        self._frame = _torch.frames_seen()  # that of the call of the model, which comes first
-        self._is_all = False
         self._aot = _torch.aot_autograd(
             fw_compiler=self._compile_forward,
             bw_compiler=lambda gm, inputs: _torch.box(gm),
@@ -366,7 +356,6 @@ class _Recorder:
         reason = _torch.break_reason(gm)
         if reason:
             self.breaks.append(reason)
-        self._is_all = not reason and _torch.frame_number() == self._frame
         return self._aot(gm, inputs)
 
     def _partition(
@@ -379,7 +368,7 @@ class _Recorder:
 
     def _compile_forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self._pending is not None, "AOTAutograd partitions before it compiles a forward"
-        index, joint, is_all = len(self.joints), self._pending, self._is_all
+        index, joint = len(self.joints), self._pending
         self.joints.append(joint)
         run = _torch.box(gm)
 
@@ -388,8 +377,6 @@ class _Recorder:
             out = run(args)
             made = tuple(self._key(x) for x in out[: joint.num_fwd_outputs])
             self.executed.append(_Executed(index, keys, made))
-            if is_all:
-                raise _Traced
             return out
 
         forward._boxed_call = True  # type: ignore[attr-defined]

@@ -11,6 +11,9 @@ from fxrecals import InfeasibleLimitError
 from fxrecals.engine import recals
 from tests.cases import CASES
 
+SCALARS = 64
+"""Bytes of numbers that Python hands to ops, which are tensors within them."""
+
 UNSEEN = {
     # The backward of `prod` takes another formula under a dispatch mode, so it runs without.
     "decisions_with_ties": 2048 + 2 * 256,
@@ -76,6 +79,6 @@ def test_a_step_is_eagers_within_the_limit(name: str, share: int) -> None:
 
     limit, measured = feasible(whole.activations * share // 100, run)
     more = (CHECKPOINTS if name in KEEPS_STATES else 0) + UNSEEN.get(name, 0)
-    assert measured <= limit + more
+    assert measured <= limit + more + SCALARS
     if share == 10:
         assert limit <= whole.activations + 12 * 5056, "the floor is no higher than eager"
