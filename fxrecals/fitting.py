@@ -44,12 +44,17 @@ from fxrecals.planning import (
 )
 from fxrecals.plans import Plan
 from fxrecals.report import table
+from fxrecals.schedule import Schedule
 from fxrecals.solve.auto import Frontier
+from fxrecals.solve.problem import make_problem
 from fxrecals.timeline import simulate
 from fxrecals.units import Limit, parse_limit
 
 MOST_TRIES = 32
 """Sizes that are planned for at most."""
+
+MOST_EXPLORED = 3
+"""Sizes that are explored without a trace, before one is traced."""
 
 CLOSE = 1.01
 """How far the guessed floor of the next size is above the limit at least, if it is not tried."""
@@ -214,26 +219,30 @@ class _Law:
     """How the floor goes on from two sizes whose steps have the same ops.
 
     Bytes of a value are constant, or grow as some power of the size; both are seen from two sizes.
-    The schedules of both floors are then judged at any other size.
+    Schedules that lead to a floor are then judged at any other size.
     """
 
     one: _Traced
     other: _Traced
+    schedules: tuple[Schedule, ...]
+
+    @staticmethod
+    def of(one: _Traced, other: _Traced) -> _Law:
+        """The law that two sizes show."""
+        return _Law(one, other, tuple(_lowest(each.frontier) for each in (one, other)))
+
+    def explored(self, size: int) -> _Law:
+        """The law with the schedule of the floor at one more size."""
+        found = Frontier(make_problem(self._graph(size)))
+        return replace(self, schedules=(*self.schedules, _lowest(found)))
 
     def floor(self, size: int) -> int:
-        """The lower of the peaks of the two floors' schedules at a size."""
+        """The lowest of the peaks of the schedules at a size."""
         graph = self._graph(size)
-        schedules = (
-            each.frontier.problem.schedule(each.frontier.floor.runs) for each in self._both
-        )
-        return min(simulate(graph, schedule).peak_bytes for schedule in schedules)
-
-    @property
-    def _both(self) -> tuple[_Traced, _Traced]:
-        return self.one, self.other
+        return min(simulate(graph, schedule).peak_bytes for schedule in self.schedules)
 
     def _graph(self, size: int) -> Graph:
-        one, other = (each.frontier.problem.graph for each in self._both)
+        one, other = (each.frontier.problem.graph for each in (self.one, self.other))
 
         def at_size(a: int, b: int) -> int:
             return self._grown(a, b, size)
@@ -253,6 +262,10 @@ class _Law:
             return max(a, b)
         power = math.log(a / b) / math.log(self.one.size / self.other.size)
         return round(a * (size / self.one.size) ** power)
+
+
+def _lowest(frontier: Frontier) -> Schedule:
+    return frontier.problem.schedule(frontier.floor.runs)
 
 
 class _Search:
@@ -291,6 +304,12 @@ class _Search:
         if law is None:
             return self._without_law(after)
         guess = self._largest(law)
+        for _ in range(MOST_EXPLORED):
+            # At a size that seems too large, other schedules may lead lower.
+            law = law.explored(guess + self.step)
+            guess, before = self._largest(law), guess
+            if guess == before:
+                break
         if guess <= self.best:
             is_close = not self.best or law.floor(after) <= CLOSE * self.limit_bytes
             return after if is_close else None
@@ -313,7 +332,7 @@ class _Search:
         near = sorted(self.tried.values(), key=distance)
         if len(near) < 2 or near[0].graph.by_name.keys() != near[1].graph.by_name.keys():
             return None
-        return _Law(near[0], near[1])
+        return _Law.of(near[0], near[1])
 
     def _largest(self, law: _Law) -> int:
         """The largest size whose floor is within the limit by a law, 0 if none is."""
