@@ -2,7 +2,7 @@
 
 A size is whatever a factory takes as a keyword: a batch, a sequence length, an image's side. For
 each size tried, the model is made without memory, traced, and planned; nothing is trained. A few
-sizes are enough: from the floors of those tried, the next is guessed as floor = a * size^k.
+sizes are enough: from two on, it is known how the bytes of each value grow, and so the floor.
 
     >>> from torch import nn
     >>> def make(batch=8):
@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,11 +44,17 @@ from fxrecals.planning import (
 )
 from fxrecals.plans import Plan
 from fxrecals.report import table
+from fxrecals.schedule import Schedule
 from fxrecals.solve.auto import Frontier
+from fxrecals.solve.problem import make_problem
+from fxrecals.timeline import simulate
 from fxrecals.units import Limit, parse_limit
 
-MOST_TRIES = 12
+MOST_TRIES = 32
 """Sizes that are planned for at most."""
+
+MOST_EXPLORED = 3
+"""Sizes that are explored without a trace, before one is traced."""
 
 CLOSE = 1.01
 """How far the guessed floor of the next size is above the limit at least, if it is not tried."""
@@ -208,6 +214,60 @@ class _Traced:
         return self.floor_bytes <= self.limit_bytes
 
 
+@dataclass(frozen=True)
+class _Law:
+    """How the floor goes on from two sizes whose steps have the same ops.
+
+    Bytes of a value are constant, or grow as some power of the size; both are seen from two sizes.
+    Schedules that lead to a floor are then judged at any other size.
+    """
+
+    one: _Traced
+    other: _Traced
+    schedules: tuple[Schedule, ...]
+
+    @staticmethod
+    def of(one: _Traced, other: _Traced) -> _Law:
+        """The law that two sizes show."""
+        return _Law(one, other, tuple(_lowest(each.frontier) for each in (one, other)))
+
+    def explored(self, size: int) -> _Law:
+        """The law with the schedule of the floor at one more size."""
+        found = Frontier(make_problem(self._graph(size)))
+        return replace(self, schedules=(*self.schedules, _lowest(found)))
+
+    def floor(self, size: int) -> int:
+        """The lowest of the peaks of the schedules at a size."""
+        graph = self._graph(size)
+        return min(simulate(graph, schedule).peak_bytes for schedule in self.schedules)
+
+    def _graph(self, size: int) -> Graph:
+        one, other = (each.frontier.problem.graph for each in (self.one, self.other))
+
+        def at_size(a: int, b: int) -> int:
+            return self._grown(a, b, size)
+
+        ops = (
+            replace(op, scratch_bytes=at_size(op.scratch_bytes, twin.scratch_bytes))
+            for op, twin in zip(one.ops, other.ops, strict=True)
+        )
+        values = {
+            name: replace(value, nbytes=at_size(value.nbytes, twin.nbytes))
+            for (name, value), twin in zip(one.values.items(), other.values.values(), strict=True)
+        }
+        return Graph(tuple(ops), values, one.outputs)
+
+    def _grown(self, a: int, b: int, size: int) -> int:
+        if a == b or not a or not b:
+            return max(a, b)
+        power = math.log(a / b) / math.log(self.one.size / self.other.size)
+        return round(a * (size / self.one.size) ** power)
+
+
+def _lowest(frontier: Frontier) -> Schedule:
+    return frontier.problem.schedule(frontier.floor.runs)
+
+
 class _Search:
     """Sizes tried, and which to try next."""
 
@@ -240,36 +300,61 @@ class _Search:
         after = self.best + self.step
         if after >= self.over:
             return None
-        guess = _rounded(self._solved(), self.step)
+        law = self._law()
+        if law is None:
+            return self._without_law(after)
+        guess = self._largest(law)
+        for _ in range(MOST_EXPLORED):
+            # At a size that seems too large, other schedules may lead lower.
+            law = law.explored(guess + self.step)
+            guess, before = self._largest(law), guess
+            if guess == before:
+                break
         if guess <= self.best:
-            return after if self.floor(after) <= CLOSE * self.limit_bytes else None
+            is_close = not self.best or law.floor(after) <= CLOSE * self.limit_bytes
+            return after if is_close else None
         return min(guess, int(self.over) - self.step) if self.over < math.inf else guess
 
     def floor(self, size: int) -> int:
-        """The floor of a size: as planned, or as guessed."""
+        """The floor of a size: as explored, or else as it follows from those that were."""
         if size in self.tried:
             return self.tried[size].floor_bytes
-        near, power = self._law()
-        return int(near.floor_bytes * (size / near.size) ** power)
+        law = self._law()
+        assert law is not None, "without a law, the next size was tried"
+        return law.floor(size)
 
-    def _solved(self) -> float:
-        """The size at which the guessed floor is the limit."""
-        near, power = self._law()
-        # A floating point error must not turn a size that fits exactly into the one before.
-        return near.size * (self.limit_bytes / max(near.floor_bytes, 1)) ** (1 / power) + 1e-9
-
-    def _law(self) -> tuple[_Traced, float]:
-        """The size whose floor is nearest to the limit, and the power with which floors grow."""
+    def _law(self) -> _Law | None:
+        """How the bytes of the two sizes nearest to the limit go on, if their ops are the same."""
 
         def distance(each: _Traced) -> float:
             return abs(math.log(max(each.floor_bytes, 1) / max(self.limit_bytes, 1)))
 
-        near, *others = sorted(self.tried.values(), key=distance)
-        if not others:
-            return near, self.growth(near.size)
-        other = others[0]
-        growth = math.log(max(near.floor_bytes, 1) / max(other.floor_bytes, 1))
-        return near, max(0.1, growth / math.log(near.size / other.size))
+        near = sorted(self.tried.values(), key=distance)
+        if len(near) < 2 or near[0].graph.by_name.keys() != near[1].graph.by_name.keys():
+            return None
+        return _Law.of(near[0], near[1])
+
+    def _largest(self, law: _Law) -> int:
+        """The largest size whose floor is within the limit by a law, 0 if none is."""
+        low, high = 0, self.step
+        while high < self.over and law.floor(high) <= self.limit_bytes:
+            low, high = high, 2 * high
+        while high - low > self.step:
+            middle = _rounded((low + high) // 2, self.step)
+            low, high = (middle, high) if law.floor(middle) <= self.limit_bytes else (low, middle)
+        return low
+
+    def _without_law(self, after: int) -> int:
+        """Grows as the example does, then twofold; halves what is left once that is too much."""
+        if len(self.tried) < 2:
+            (only,) = self.tried.values()
+            room = self.limit_bytes / max(only.floor_bytes, 1)
+            guess = only.size * room ** (1 / self.growth(only.size))
+        elif self.over < math.inf:
+            guess = (self.best + self.over) / 2
+        else:
+            guess = 2 * self.best
+        return int(min(max(after, _rounded(guess, self.step)), self.over - self.step))
 
     @property
     def best_traced(self) -> _Traced:
