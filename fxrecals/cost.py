@@ -345,6 +345,8 @@ _NORMS = ("softmax", "norm", "var", "std", "logsumexp", "cumsum", "sort", "topk"
 
 
 _POOLS = ("max_pool", "avg_pool")
+_POOLED = ("backward", "offsets_to_indices")
+"""In the names of ops on poolings that pool nothing."""
 
 
 def _by_element(call: Call, figures: Figures) -> float:
@@ -353,7 +355,7 @@ def _by_element(call: Call, figures: Figures) -> float:
     name = str(call.packet).rpartition(".")[2]
     if call.is_random:
         return elements / figures.random
-    if any(word in name for word in _POOLS) and "backward" not in name:
+    if any(word in name for word in _POOLS) and not any(word in name for word in _POOLED):
         return elements * _window(call) / figures.pooling
     if "batch_norm" in name and "backward" not in name and any(x is True for x in call.args):
         return elements / figures.batch_norm
@@ -370,7 +372,8 @@ def _window(call: Call) -> int:
         read, made = call.inputs[0].numel(), call.made[0].numel()
         return max(1, _torch.hint(read) // max(1, _torch.hint(made)))
     kernel = call.args[1]
-    dims = int(str(call.packet).partition("pool")[2][:1])
+    digit = str(call.packet).partition("pool")[2][:1]  # none in those that Inductor lowers to
+    dims = int(digit) if digit.isdigit() else len(kernel)
     return math.prod(kernel) if len(kernel) == dims else kernel[0] ** dims
 
 

@@ -495,3 +495,13 @@ def test_inductor_finds_its_code_cache_key_usable() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "pickle" not in done.stderr
+
+
+def test_poolings_are_lowered_by_inductor_under_a_limit() -> None:
+    """Inductor has pooling ops of its own, whose names say no number of dimensions."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3), nn.Tanh())
+    model, x = nn.Sequential(*layers), torch.randn(2, 2, 16, 16)
+    compiled = torch.compile(model, backend=fxrecals.backend("100%"))
+    assert torch.allclose(model(x), compiled(x), atol=1e-5)
+    compiled(x).sum().backward()
