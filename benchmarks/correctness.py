@@ -208,7 +208,7 @@ class Trial:
         ]
 
     def whose(self, error: Exception) -> str:
-        """An error of the backend with Inductor in a word, and whether Inductor has it by itself."""
+        """An error of the backend with Inductor in a word, and whether Inductor has it alone."""
         try:
             self.run(lambda model, inputs: torch.compile(model))
         except Exception as own:

@@ -136,7 +136,7 @@ def test_a_limit_by_device_holds_there_alone() -> None:
         recals({"cpu": 100})(model, x)
 
 
-@pytest.mark.parametrize("limit", ["50%", "many", -1, None, {"cpu": "50%"}, 1.5])
+@pytest.mark.parametrize("limit", ["50%", "many", -1, {"cpu": "50%"}, 1.5])
 def test_a_limit_that_is_none_is_refused(limit: Any) -> None:
     with pytest.raises(LimitError):
         recals(limit)
@@ -346,7 +346,7 @@ def test_gradients_of_some_inputs_and_of_intermediates() -> None:
         torch.manual_seed(5)
         middle = step(lambda: model.norms[0](model.layers[0](x)))
         out = step(lambda: torch.tanh(model.layers[1](middle).exp()))
-        return torch.autograd.grad(total(out), [x, middle, model.layers[0].weight])
+        return torch.autograd.grad(total(out), [x, middle, model.layers[0].weight])  # pyright: ignore
 
     assert equal(train(recals(TIGHT)), train(lambda f: f()))
 
@@ -395,7 +395,7 @@ def test_a_hook_on_a_tensor_and_one_on_a_parameter_run_once() -> None:
             h.register_hook(lambda g: (seen.append("h"), g * 2)[1])
             return model.layers[1](h).exp().sin()
 
-        model.layers[0].weight.register_hook(lambda g: seen.append("w"))
+        model.layers[0].weight.register_hook(lambda g: seen.append("w"))  # pyright: ignore
         total(step(forward)).backward()
         return gradients(model), seen
 
@@ -501,7 +501,8 @@ def grads_or_error(f: Callable[[], Any]) -> Any:
     try:
         return f()
     except RuntimeError as error:
-        assert "in place" in str(error) or "inplace" in str(error), error
+        if not ("in place" in str(error) or "inplace" in str(error)):
+            raise
         return None
 
 
@@ -514,7 +515,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "index": lambda t: t.__setitem__((slice(None), 2), 7.0),
     "fill by mask": lambda t: t.masked_fill_(t > 0, 2.0),
     "detached": lambda t: t.detach().add_(1),
-    "foreach": lambda t: torch._foreach_add_([t], 1.0),
+    "foreach": lambda t: torch._foreach_add_([t], 1.0),  # pyright: ignore
 }
 
 
@@ -883,8 +884,9 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "no element": of(lambda x: (x[:0].exp() @ x.tanh()).sin().sum() + x.exp().sum(), random(8, 8)),
     "one number": of(lambda x: (x.sum().exp().tanh() * x).sin() * x.mean().cos(), random(16)),
     "several of each": of(
-        lambda x, y: torch._foreach_mul(
-            torch._foreach_exp([x, y]), torch._foreach_add(torch._foreach_sin([x, y]), 1.0)
+        lambda x, y: torch._foreach_mul(  # pyright: ignore
+            torch._foreach_exp([x, y]),  # pyright: ignore
+            torch._foreach_add(torch._foreach_sin([x, y]), 1.0),  # pyright: ignore
         ),
         random(16, 16),
         random(8, 8),
@@ -911,7 +913,7 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "solved": of(
         lambda x: torch.linalg.solve(x @ x.mT + torch.eye(8), x.exp()).tanh(), random(8, 8)
     ),
-    "decomposed": of(lambda x: sum(torch.linalg.qr(x.exp())).tanh(), random(8, 8)),
+    "decomposed": of(lambda x: sum(torch.linalg.qr(x.exp())).tanh(), random(8, 8)),  # pyright: ignore
     "einsum": of(
         lambda x, y: torch.einsum("ij,kj->ik", x.exp(), y.tanh()).sin(), *[random(9, 9)] * 2
     ),
@@ -959,7 +961,7 @@ def test_two_of_one_tensor_wrapped_as_one() -> None:
         w = random(8, 8)
         out = step(lambda: (torch.tanh(x.exp()) * w.sin()).sin())
         out.sum().backward()
-        return x.grad.a, x.grad.b, w.grad.a
+        return x.grad.a, x.grad.b, w.grad.a  # pyright: ignore
 
     assert equal(train(recals("1MB")), train(lambda f: f()))
 
