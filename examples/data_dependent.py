@@ -34,27 +34,21 @@ def step(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def main() -> None:
-    """Trains a step both ways."""
-    torch.manual_seed(0)
-    plain, x = Adaptive(width=64, most=12), torch.randn(512, 64)
-    small = copy.deepcopy(plain)
-    saved = fxrecals.recals(None).analyze(step, plain, x).total
-    recals = fxrecals.recals(saved // 4)
+torch.manual_seed(0)
+plain, x = Adaptive(width=64, most=12), torch.randn(512, 64)
+small = copy.deepcopy(plain)
+saved = fxrecals.recals(None).analyze(step, plain, x).total
+recals = fxrecals.recals(saved // 4)
 
-    torch.manual_seed(1)
-    step(plain, x).backward()
-    torch.manual_seed(1)
-    recals(step, small, x).backward()
+torch.manual_seed(1)
+step(plain, x).backward()
+torch.manual_seed(1)
+recals(step, small, x).backward()
 
-    gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (plain, small)]
-    same = all(map(torch.equal, *gradients))
-    print(f"saved by a plain step   {saved / 1e6:.1f} MB")
-    print(f"limit                   {saved // 4 / 1e6:.1f} MB")
-    print(f"peak under the engine   {recals.stats.peak / 1e6:.1f} MB")
-    print(f"ops run again           {recals.stats.recomputes}")
-    print(f"gradients equal to the bit: {'yes' if same else 'no'}")
-
-
-if __name__ == "__main__":
-    main()
+gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (plain, small)]
+same = all(map(torch.equal, *gradients))
+print(f"saved by a plain step   {saved / 1e6:.1f} MB")
+print(f"limit                   {saved // 4 / 1e6:.1f} MB")
+print(f"peak under the engine   {recals.stats.peak / 1e6:.1f} MB")
+print(f"ops run again           {recals.stats.recomputes}")
+print(f"gradients equal to the bit: {'yes' if same else 'no'}")

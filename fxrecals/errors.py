@@ -109,9 +109,6 @@ class InfeasibleLimitError(FxrecalsError):
 
     def bounding(self, peak: str) -> InfeasibleLimitError:
         """The same error, of a limit on `peak`."""
-        where = self.op, self.module, self.source, self.device
-        rest = self.lowest_bytes, self.device_floors, self.must_save_bytes, self.so_far
-        return InfeasibleLimitError(self.limit_bytes, self.floor_bytes, *where, peak, *rest)
         return self._with(peak=peak)
 
     def of_inputs(self, shapes: tuple[tuple[int, ...], ...]) -> InfeasibleLimitError:

@@ -62,6 +62,7 @@ RECIPES = {
     "absent_gpu": ((), ["H100: ", "is the largest that trains under 40.0 GB"]),
     "accelerate_loop": (("accelerate",), [WITHIN]),
     "breaking": ((), [f"step 3: {SAME}"]),
+    "data_dependent": ((), ["gradients equal to the bit: yes"]),
     "diffusers_unet": (("diffusers",), [WITHIN]),
     "gradient_accumulation": ((), [SAME]),
     "hf_trainer": (("transformers", "accelerate"), ["step 3: planned", WITHIN]),
