@@ -158,8 +158,8 @@ def monitor(
         warmup: steps at the start that are not measured: the first one compiles.
 
     Returns:
-        A `Monitor`: ``with watch:`` around each step, forward to backward, or ``watch.start()``
-        and ``watch.stop()``. It prints as a summary.
+        A `Monitor`, to put around each step, forward to backward, by ``with watch`` or by
+        ``watch.start()`` and ``watch.stop()``. It prints as a summary.
 
     Raises:
         OptionError: there is no plan, or the model is neither on the CPU nor on CUDA.
