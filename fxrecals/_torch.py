@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import re
+import traceback
 import types
 import weakref
 from bisect import bisect_left, bisect_right
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -955,7 +957,30 @@ def depends_on_data(error: BaseException) -> bool:
 def root_reason(error: BaseException) -> str:
     """The first line of what went wrong first, without the layers that Dynamo wraps around it."""
     root = list(_chain(error))[-1]
-    return f"{type(root).__name__}: {str(root).strip().partition(chr(10))[0]}"
+    first = str(root).strip().partition(chr(10))[0].rstrip(".")
+    return f"{type(root).__name__}: {first}"
+
+
+_USER_CODE = re.compile(r"from user code:?\s+(?:.*\n)*?\s*File ", re.I)
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_OWN = tuple(str(Path(found).parent) + os.sep for found in (__file__, torch.__file__))
+
+
+def user_line(error: BaseException) -> str:
+    """Where in the user's Python tracing failed, as ``file:line``, or "".
+
+    Dynamo writes the lines into its messages (torch 2.13); what ran as Python has a traceback.
+    """
+    places = [
+        place
+        for each in _chain(error)
+        for place in [
+            *(_LINE.findall(str(each)) if _USER_CODE.search(str(each)) else ()),
+            *((f.filename, f.lineno) for f in traceback.extract_tb(each.__traceback__)),
+        ]
+        if not place[0].startswith(("<", *_OWN))
+    ]
+    return f"{os.path.basename(places[-1][0])}:{places[-1][1]}" if places else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -969,13 +994,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or inner or found.__context__
 
 
+_is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
+
+
+def _is_heard(record: logging.LogRecord) -> bool:
+    return not _is_quiet.get()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging what is raised as an error as well (torch 2.13)."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+    """Keeps torch from logging what is raised as an error as well, in this thread (torch 2.13)."""
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_heard)  # once, if it is there
+    token = _is_quiet.set(True)
     try:
         yield
     finally:
-        logger.disabled = before
+        _is_quiet.reset(token)

@@ -174,7 +174,8 @@ def _devices(model: nn.Module) -> list[torch.device]:
     found = list(dict.fromkeys(p.device for p in model.parameters())) or [torch.device("cpu")]
     kinds = {device.type for device in found}
     if kinds not in ({"cpu"}, {"cuda"}):
-        raise OptionError("model", str(found[0]), "a model whose parameters are on CPU, or on CUDA")
+        where = f"{type(model).__name__} on {found[0]}"
+        raise OptionError("model", where, "a model whose parameters are on the CPU, or on CUDA")
     return found
 
 
