@@ -293,5 +293,7 @@ def test_a_first_step_over_the_limit_says_by_how_much_and_what_comes_next() -> N
 
 def test_gradients_that_an_earlier_graph_was_planned_without_are_warned_of() -> None:
     backend = fxrecals.backend("100kB", inner="eager", peak="step")
-    with pytest.warns(UserWarning, match=r"makes 12\.7 kB of gradients, which the graphs before it"):
+    with pytest.warns(
+        UserWarning, match=r"makes 12\.7 kB of gradients, which the graphs before it"
+    ):
         torch.compile(Broken(), backend=backend)(X).sum().backward()
