@@ -49,8 +49,8 @@ class Regression(lightning.LightningModule):
 
 lightning.seed_everything(0)
 model, data = Regression(), DataLoader(TensorDataset(torch.randn(1024, 64)), batch_size=256)
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet).fit(model, data)
+trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, barebones=True)
+trainer.fit(model, data)
 print(model.watch)
 steps = model.watch.steps
 print("measured within the plan:", all(s.measured_bytes <= s.planned_bytes for s in steps))

@@ -508,15 +508,15 @@ def alias(tensor: Tensor) -> Tensor:
     """Another tensor in the same place, without a graph, whose version counts the same writes.
 
     Below the key ADInplaceOrView, where dispatch modes run, a `detach` would count its own. Guards
-    read in torch 2.13, `torch/csrc/utils/init.cpp`; the first holds until it is deleted.
+    read in torch 2.13, `torch/csrc/utils/init.cpp`.
     """
     c: Any = torch._C
-    counting = c._SetExcludeDispatchKeyGuard(c.DispatchKey.ADInplaceOrView, False)
-    try:
-        with unseen():
+    counting = c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
+    with unseen():
+        included = c._dispatch_tls_local_include_set()
+        excluded = c._dispatch_tls_local_exclude_set()
+        with c._ForceDispatchKeyGuard(included, excluded - counting):
             return tensor.detach()
-    finally:
-        del counting
 
 
 def unseen() -> Any:
@@ -994,15 +994,10 @@ def user_line(error: BaseException) -> str:
 
     Dynamo writes the lines into its messages (torch 2.13); what ran as Python has a traceback.
     """
-    places = [
-        place
-        for each in _chain(error)
-        for place in [
-            *(_LINE.findall(str(each)) if _USER_CODE.search(str(each)) else ()),
-            *((f.filename, f.lineno) for f in traceback.extract_tb(each.__traceback__)),
-        ]
-        if not place[0].startswith(("<", *_OWN))
-    ]
+    chain = list(_chain(error))
+    said = [x for e in chain if _USER_CODE.search(str(e)) for x in _LINE.findall(str(e))]
+    ran = [(f.filename, f.lineno) for e in chain for f in traceback.extract_tb(e.__traceback__)]
+    places = [place for place in said or ran if not place[0].startswith(("<", *_OWN))]
     return f"{os.path.basename(places[-1][0])}:{places[-1][1]}" if places else ""
 
 

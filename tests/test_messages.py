@@ -255,12 +255,16 @@ def test_the_limit_that_the_engine_names_is_that_of_the_op() -> None:
 
 
 def test_an_input_that_is_written_to_too_early_is_named_by_its_shape() -> None:
-    x = torch.randn(64, 32)
-    model = stack(8)
-    whole = fxrecals.recals(None)
-    whole(lambda: model(x * 2).sum()).backward()
-    engine = fxrecals.recals(whole.stats.peak * 2 // 3)
-    loss = engine(lambda: model(x * 2).sum())
+    x, weight = torch.randn(64, 32), torch.ones(64, 32, requires_grad=True)
+
+    def twenty_of_the_input() -> Tensor:
+        found = weight.sum()
+        for shift in range(20):
+            found = found + (weight * (x + shift)).sum()
+        return found
+
+    engine = fxrecals.recals("64kB")
+    loss = engine(twenty_of_the_input)
     assert engine.stats.evictions > 0
     x.mul_(2)
     with pytest.raises(RuntimeError, match=r"shape \(64, 32\) was written to in place after the"):
