@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import re
+import traceback
 import types
 import weakref
 from bisect import bisect_left, bisect_right
@@ -19,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -631,15 +633,15 @@ def alias(tensor: Tensor) -> Tensor:
     """Another tensor in the same place, without a graph, whose version counts the same writes.
 
     Below the key ADInplaceOrView, where dispatch modes run, a `detach` would count its own. Guards
-    read in torch 2.13, `torch/csrc/utils/init.cpp`; the first holds until it is deleted.
+    read in torch 2.13, `torch/csrc/utils/init.cpp`.
     """
     c: Any = torch._C
-    counting = c._SetExcludeDispatchKeyGuard(c.DispatchKey.ADInplaceOrView, False)
-    try:
-        with unseen():
+    counting = c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
+    with unseen():
+        included = c._dispatch_tls_local_include_set()
+        excluded = c._dispatch_tls_local_exclude_set()
+        with c._ForceDispatchKeyGuard(included, excluded - counting):
             return tensor.detach()
-    finally:
-        del counting
 
 
 def unseen() -> Any:
@@ -1103,7 +1105,25 @@ def depends_on_data(error: BaseException) -> bool:
 def root_reason(error: BaseException) -> str:
     """The first line of what went wrong first, without the layers that Dynamo wraps around it."""
     root = list(_chain(error))[-1]
-    return f"{type(root).__name__}: {str(root).strip().partition(chr(10))[0]}"
+    first = str(root).strip().partition(chr(10))[0].rstrip(".")
+    return f"{type(root).__name__}: {first}"
+
+
+_USER_CODE = re.compile(r"from user code:?\s+(?:.*\n)*?\s*File ", re.I)
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_OWN = tuple(str(Path(found).parent) + os.sep for found in (__file__, torch.__file__))
+
+
+def user_line(error: BaseException) -> str:
+    """Where in the user's Python tracing failed, as ``file:line``, or "".
+
+    Dynamo writes the lines into its messages (torch 2.13); what ran as Python has a traceback.
+    """
+    chain = list(_chain(error))
+    said = [x for e in chain if _USER_CODE.search(str(e)) for x in _LINE.findall(str(e))]
+    ran = [(f.filename, f.lineno) for e in chain for f in traceback.extract_tb(e.__traceback__)]
+    places = [place for place in said or ran if not place[0].startswith(("<", *_OWN))]
+    return f"{os.path.basename(places[-1][0])}:{places[-1][1]}" if places else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -1117,13 +1137,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or inner or found.__context__
 
 
+_is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
+
+
+def _is_heard(record: logging.LogRecord) -> bool:
+    return not _is_quiet.get()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging what is raised as an error as well (torch 2.13)."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+    """Keeps torch from logging what is raised as an error as well, in this thread (torch 2.13)."""
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_heard)  # once, if it is there
+    token = _is_quiet.set(True)
     try:
         yield
     finally:
-        logger.disabled = before
+        _is_quiet.reset(token)

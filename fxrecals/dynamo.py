@@ -620,7 +620,7 @@ class Backend:
         )
         which = "the graph" if self.ledger.is_empty else "the graph after the break"
         warnings.warn(
-            f"{which} at {next(sources, 'an unknown line')} {found}. {then}",
+            f"{which} at {next(sources, 'an unknown line')} {found}; {then}",
             stacklevel=2,
         )
 

@@ -49,6 +49,8 @@ def call(factory: Factory, **options: Any) -> Made:
     Raises:
         OptionError: it cannot be called so, or returns something else.
     """
+    if isinstance(factory, nn.Module):
+        raise OptionError("factory", type(factory).__name__, f"a function that returns {RETURNS}")
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:

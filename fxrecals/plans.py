@@ -87,7 +87,8 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Live bytes at each run."""
+        """Live bytes at each run: `steps` of ``op, again, live_bytes, gradient_bytes,
+        allocated_bytes, freed_bytes``."""
         return simulate(self.graph, self.schedule)
 
     @cached_property
@@ -108,12 +109,20 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest live total of activation bytes."""
+        """Largest live total of activation bytes.
+
+        With ``peak="step"`` possibly a little low: an op may free its scratch before it allocates
+        a gradient. Where gradients are not bounded, that scratch counts in full; where they are,
+        only what goes beyond the gradient. So the peak that is bounded is exact.
+        """
         return self.timeline.peak_bytes
 
     @property
     def step_peak_bytes(self) -> int:
-        """Largest live total, gradients of parameters included."""
+        """Largest live total, gradients of parameters included.
+
+        With ``peak="activations"`` possibly a little high, by scratch; see `peak_bytes`.
+        """
         return self.timeline.step_peak_bytes
 
     @property
@@ -133,12 +142,12 @@ class Plan:
 
     @property
     def baseline_seconds(self) -> float:
-        """Estimated time of the step without recompute."""
+        """Estimated time of the step without recompute, in seconds."""
         return self.graph.seconds
 
     @cached_property
     def extra_seconds(self) -> float:
-        """Estimated time of everything that runs again."""
+        """Estimated time of everything that runs again, in seconds."""
         return schedule.extra_seconds(self.graph, self.schedule)
 
     @cached_property
@@ -148,7 +157,8 @@ class Plan:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Maximal runs of recomputed ops in the backward."""
+        """Maximal runs of recomputed ops in the backward: `ops`, and the op `before` which they
+        run."""
         return schedule.regions(self.graph, self.schedule)
 
     @cached_property

@@ -66,6 +66,7 @@ RECIPES = {
     "diffusers_unet": (("diffusers",), [WITHIN]),
     "gradient_accumulation": ((), [SAME]),
     "hf_trainer": (("transformers", "accelerate"), ["step 3: planned", WITHIN]),
+    "lightning_module": (("lightning",), [WITHIN]),
     "mixed_precision": ((), [SAME]),
     "peft_lora": (("transformers", "peft"), [SAME, WITHIN]),
 }

@@ -2,12 +2,15 @@
 
 import importlib
 import inspect
+import logging
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxrecals import _torch
 from fxrecals.capture import capture
@@ -119,3 +122,49 @@ def test_a_copied_graph_has_its_own_nodes_and_the_same_values() -> None:
     pairs = list(zip(joint.graph.nodes, twin.graph.nodes, strict=True))
     assert all(a is not b and a.name == b.name for a, b in pairs)
     assert all(a.meta.get("val") is b.meta.get("val") for a, b in pairs)
+
+
+def test_dynamo_says_where_in_the_users_code_it_failed() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if x.sum() > 0 else x
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(branches, backend="eager", fullgraph=True)(X)
+    line = branches.__code__.co_firstlineno + 1
+    assert _torch.user_line(caught.value) == f"test_torch_names.py:{line}"
+
+
+def test_fake_tensors_log_what_they_raise_unless_they_are_quiet(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails() -> None:
+        mode = _torch.fake_mode()
+        with pytest.raises(RuntimeError), mode:
+            torch.mm(torch.empty(3, 5), torch.empty(4, 4))
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)
+    try:
+        with _torch.quiet():
+            fails()
+        assert caplog.records == []
+        fails()
+        assert "failed while attempting to run meta" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+def test_an_alias_that_is_made_within_a_mode_counts_the_same_writes() -> None:
+    x, aliases = torch.randn(3), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            aliases.append(_torch.alias(x))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        x.exp()
+    x.mul_(2)
+    assert [alias._version for alias in aliases] == [x._version] == [1]
