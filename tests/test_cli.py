@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import fxrecals
-from fxrecals.cli import doctor, main
+from fxrecals.cli import examine, main
 from fxrecals.cli.output import Output
 from tests import cli_models
 
@@ -192,7 +192,7 @@ def test_doctor_says_what_is_wrong(
     monkeypatch.setattr(fxrecals, "rewrite", rewrite)
     assert main(["doctor"]) == 1
     assert "same bits" in capsys.readouterr().err
-    assert not doctor.self_test()["outputs and gradients have the same bits"]
+    assert not examine.self_test()["outputs and gradients have the same bits"]
 
 
 def test_progress_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:

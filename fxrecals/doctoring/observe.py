@@ -1,0 +1,812 @@
+"""Runs some steps of a training program and watches: a `Record`, and the program as it was.
+
+What is watched, and by what:
+
+- saved tensors, by saved-tensor hooks: bytes, lines, which backward reads them, when they die;
+- outermost calls of modules and steps of optimizers, by torch's global hooks;
+- backwards, batches, `empty_cache()`, copies to a device, by patches that are taken back;
+- tensors that outlive a step, and garbage, by `gc`: what was there before is frozen, so that a
+  collection looks at what the steps made alone. Automatic collection is off within a step.
+
+None of it computes with the program's tensors or draws random numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import _pytree as pytree
+
+from fxrecals import _torch
+from fxrecals.doctoring import holders
+from fxrecals.doctoring.record import (
+    Allocator,
+    Backward,
+    CacheCalls,
+    Call,
+    Copies,
+    Cycle,
+    Hooks,
+    Kept,
+    Loader,
+    Parameter,
+    Record,
+    Saved,
+    Updates,
+)
+
+ACCELERATORS = ("cuda", "xpu")
+"""Devices to which copies from pageable memory wait."""
+
+MOST_PATHS = 24
+"""Tensors that outlived their step for which a path is looked for: the largest of each step."""
+
+LABEL = "fxrecals step"
+"""Key in the metadata of autograd nodes, while they are examined."""
+
+
+def observe(step: Callable[[], Any], steps: int) -> tuple[Record, Example | None]:
+    """Runs `step` so many times.
+
+    Returns:
+        What was seen; and the last call of a module that was trained, with its arguments.
+    """
+    observer = Observer(_callers(), step)
+    with observer.watching():
+        for number in range(steps):
+            observer.begin(number)
+            step()
+            observer.end()
+    return observer.record(steps), observer.example
+
+
+def _callers() -> list[types.FrameType]:
+    """Running functions outside of this library, the innermost first."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+@dataclass
+class Example:
+    """A call of a module that a backward followed, to plan by."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Packed:
+    """What stands for a saved tensor in the graph; it dies with it."""
+
+    __slots__ = ("__weakref__", "entry", "tensor")
+
+    def __init__(self, tensor: Tensor, entry: _Entry) -> None:
+        self.tensor, self.entry = tensor, entry
+
+
+@dataclass
+class _Entry:
+    """A saved tensor, while it is watched."""
+
+    saved: Saved
+    read_by: list[int] = field(default_factory=list)
+    packed: weakref.ref[_Packed] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.packed is not None and self.packed() is not None
+
+
+@dataclass
+class _Gradients:
+    """The parameters of one optimizer, and what its gradients were when last looked at."""
+
+    name: str
+    line: str
+    optimizer: weakref.ref[Any] | None = None
+    parameters: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+    had: set[int] = field(default_factory=set)
+    was_reset: bool = True
+    count: int = 0
+    added: int = 0
+    zeroed: int = 0
+    most_nbytes: int = 0
+    state_nbytes: int = 0
+
+    def alive(self) -> list[Tensor]:
+        return [p for ref in self.parameters.values() if (p := ref()) is not None]
+
+    def look(self) -> None:
+        """Notes what the gradients are now."""
+        self.seen = {id(p): _state(p.grad) for p in self.alive() if p.grad is not None}
+        self.had |= self.seen.keys()
+        grads = [p.grad for p in self.alive() if p.grad is not None]
+        self.most_nbytes = max(self.most_nbytes, _nbytes(grads))
+
+    def compare(self, is_backward: bool) -> None:
+        """Notes whether someone reset the gradients since they were looked at."""
+        if not self.seen:
+            return
+        known = [p for p in self.alive() if id(p) in self.seen]
+        kept = [p.grad for p in known if p.grad is not None]
+        if len(kept) < len(known):
+            self.was_reset = True
+        changed = [p.grad for p in known if p.grad is not None and self._has_changed(p)]
+        if kept and len(changed) == len(kept) and not any(map(_has_values, changed)):
+            self.was_reset = True
+            self.zeroed += is_backward
+
+    def _has_changed(self, parameter: Tensor) -> bool:
+        grad = parameter.grad
+        return grad is not None and _state(grad) != self.seen[id(parameter)]
+
+    def update(self) -> None:
+        """An update of the parameters is about to happen."""
+        if self.count and not self.was_reset and self.seen:
+            self.added += 1
+        self.count += 1
+        self.was_reset = False
+
+
+def _state(grad: Tensor) -> tuple[int, int]:
+    return id(grad), _torch.version(grad)
+
+
+def _has_values(grad: Tensor) -> bool:
+    with torch.no_grad():
+        return bool(grad.any()) if _torch.has_storage(grad) else True
+
+
+class Observer:
+    """Everything that is noted while steps run."""
+
+    def __init__(self, frames: list[types.FrameType], step: Callable[[], Any]) -> None:
+        self.frames = frames
+        self.example: Example | None = None
+        self.files: list[str] = [file] if (file := holders.source_of(step)) else []
+        self._number = 0
+        self._entries: list[_Entry] = []
+        self._live: dict[int, list[int]] = {}
+        self._storages = 0
+        self._saved_nbytes = self._peak_nbytes = 0
+        self._outside: dict[int, Any] = {}
+        self._calls: list[Call] = []
+        self._used: set[int] = set()
+        self._depth = 0
+        self._in_backward: int | None = None
+        self._backwards: list[Backward] = []
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._called: set[int] = set()
+        self._groups: dict[int, _Gradients] = {}
+        self._alone = _Gradients("", "")
+        self._born: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._older: list[weakref.ref[Tensor]] = []
+        self._cycles: dict[str, Cycle] = {}
+        self._hooks: list[dict[str, int]] = []
+        self._cache_calls: dict[str, CacheCalls] = {}
+        self._copies: dict[str, Copies] = {}
+        self._loaders: dict[int, Loader] = {}
+        self._stats: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches within; everything is as it was afterwards."""
+        with ExitStack() as stack:
+            self._find_what_is_there()
+            stack.enter_context(_own_collection())
+            stack.enter_context(_torch.saved_tensors_observed(self._pack, self._unpack))
+            stack.enter_context(_torch.backwards_observed(self._backward))
+            stack.enter_context(_torch.batches_observed(self._took_batch))
+            for handle in (
+                register_module_forward_pre_hook(self._enter_module),
+                register_module_forward_hook(self._leave_module, always_call=True),
+                register_optimizer_step_pre_hook(self._before_update),
+                register_optimizer_step_post_hook(self._after_update),
+            ):
+                stack.callback(handle.remove)
+            for module in (torch.cuda, torch.cuda.memory):
+                stack.enter_context(_patched(module, "empty_cache", self._empty_cache))
+            if any(getattr(torch, kind).is_available() for kind in ACCELERATORS):
+                stack.enter_context(_patched(Tensor, "to", self._copy))
+                stack.enter_context(_patched(Tensor, "cuda", self._copy))
+            yield
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def _find_what_is_there(self) -> None:
+        tensors = _tensors()
+        self._older = [weakref.ref(tensor) for tensor in tensors]
+        self._note_outside(tensors)
+        self._stats = _allocator_stats()
+
+    def _note_outside(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            key = _torch.storage_key(tensor)
+            if key is not None and key not in self._outside:
+                self._outside[key] = _torch.weak_storage(tensor)
+
+    def begin(self, number: int) -> None:
+        """A step begins."""
+        self._number, self._depth = number, 0
+
+    def end(self) -> None:
+        """A step has ended: collects, and notes what is still alive."""
+        for optimizer in self._groups.values():
+            optimizer.state_nbytes = _state_nbytes(optimizer)
+        self._collect()
+        self._note_living()
+        modules = [(name, m) for root in self._roots() for name, m in _named(root)]
+        self._hooks.append({name: _torch.hooks_on(m) for name, m in modules})
+
+    def _collect(self) -> None:
+        """Collects garbage; notes the cycle by which most of it was held."""
+        before = len(gc.garbage)
+        flags = gc.get_debug()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+        finally:
+            gc.set_debug(flags)
+        found = gc.garbage[before:]
+        del gc.garbage[before:]
+        tensors = [x for x in found if _is_tensor(x)]
+        storages = [(_torch.weak_storage(x), _bytes_of(x)) for x in tensors if _has_bytes(x)]
+        unique = {ref.cdata: (ref, nbytes) for ref, nbytes in storages}
+        held = sum(entry.saved.nbytes for entry in self._entries if entry.is_alive)
+        largest = max(tensors, key=_bytes_of, default=None)
+        noted = self._describe(largest, found) if largest is not None else None
+        largest = None
+        tensors.clear()
+        found.clear()
+        gc.collect()
+        freed = sum(nbytes for ref, nbytes in unique.values() if ref.expired())
+        freed += held - sum(entry.saved.nbytes for entry in self._entries if entry.is_alive)
+        if noted is not None and freed:
+            path, line = noted
+            was = self._cycles.get(path, Cycle(path, line, 0, 0))
+            self._cycles[path] = Cycle(path, line, max(was.nbytes, freed), was.steps + 1)
+
+    def _describe(self, tensor: Tensor, found: list[Any]) -> tuple[str, str] | None:
+        garbage = {id(x): x for x in found}
+        way = holders.nearest_cycle(tensor, garbage)
+        if not way:
+            return None
+        text, ring = holders.around(way)
+        return text, holders.line_of_cycle(ring, self.files)
+
+    def _note_living(self) -> None:
+        """Notes new tensors, and which nodes of living graphs are of this step."""
+        packed = self._packed_ids()
+        living = [x for x in _tensors() if id(x) not in packed]
+        for tensor in living:
+            known = self._born.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                self._born[id(tensor)] = weakref.ref(tensor), self._number
+        older = [x for ref in self._older if (x := ref()) is not None and x.grad_fn is not None]
+        seen: set[Any] = set()
+        for tensor in (*living, *older):
+            for node in _nodes(tensor, seen):
+                node.metadata.setdefault(LABEL, self._number)
+        self._note_outside(living)
+
+    def _packed_ids(self) -> set[int]:
+        alive = (entry.packed() for entry in self._entries if entry.packed is not None)
+        return {id(packed.tensor) for packed in alive if packed is not None}
+
+    def _roots(self) -> list[nn.Module]:
+        return [m for ref in self._modules.values() if (m := ref()) is not None]
+
+    # --- saved tensors -------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        first, own = holders.lines(sys._getframe(1))
+        key, nbytes = _torch.storage_key(tensor), 0
+        if key is not None and key not in self._outside:
+            nbytes = _torch.storage_bytes(tensor)
+        storage = self._hold(key, nbytes)
+        call = len(self._calls) - 1 if self._depth else None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        saved = Saved(self._number, storage, nbytes, dtype, first, own, call, self._in_backward)
+        entry = _Entry(saved)
+        packed = _Packed(tensor, entry)
+        entry.packed = weakref.ref(packed, lambda _: self._let_go(key))
+        self._entries.append(entry)
+        return packed
+
+    def _hold(self, key: int | None, nbytes: int) -> int:
+        """Counts one more that saves a storage; a storage that comes again has its number."""
+        if key is None:
+            return -1
+        if key not in self._live:
+            self._storages += 1
+            self._live[key] = [self._storages, 0, nbytes]
+            self._saved_nbytes += nbytes
+            self._peak_nbytes = max(self._peak_nbytes, self._saved_nbytes)
+        self._live[key][1] += 1
+        return self._live[key][0]
+
+    def _let_go(self, key: int | None) -> None:
+        if key is None:
+            return
+        live = self._live[key]
+        live[1] -= 1
+        if live[1] == 0:
+            self._saved_nbytes -= live[2]
+            del self._live[key]
+
+    def _unpack(self, packed: _Packed) -> Tensor:
+        if self._in_backward is not None:
+            packed.entry.read_by.append(self._in_backward)
+        return packed.tensor
+
+    # --- modules -------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._called.add(id(module))
+        self._depth += 1
+        if self._depth > 1 or self._in_backward is not None:
+            return
+        _, line = holders.lines(sys._getframe(1))
+        self._note_file(sys._getframe(1))
+        if id(module) not in self._modules:
+            self._modules[id(module)] = weakref.ref(module)
+            self._note_outside([*module.parameters(), *module.buffers()])
+        has_parameters = next(module.parameters(), None) is not None
+        name = type(_torch.original(module)).__name__
+        self._calls.append(
+            Call(self._number, line, name, module.training, has_parameters, False, False)
+        )
+
+    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or self._in_backward is not None:
+            return
+        index = len(self._calls) - 1
+        nodes = {x.grad_fn for x in _leaves(result) if x.grad_fn is not None}
+        if nodes:
+            self._calls[index] = replace(self._calls[index], builds_graph=True)
+        for node in nodes:
+            node.register_prehook(lambda _: self._used.add(index))
+        if nodes and module.training and self._calls[index].has_parameters:
+            self.example = Example(module, args, _torch.keywords_of_call(sys._getframe(1)))
+
+    def _note_file(self, frame: types.FrameType | None) -> None:
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if holders.is_of_the_program(file) and file not in self.files:
+                self.files.append(file)
+            frame = frame.f_back
+
+    # --- backwards and updates -----------------------------------------------------------------
+
+    def _backward(self, run: Callable[[], Any], roots: Any, keep: bool, create: bool) -> Any:
+        if self._in_backward is not None:
+            return run()
+        _, line = holders.lines(sys._getframe(1))
+        self._note_file(sys._getframe(1))
+        self._in_backward = len(self._backwards)
+        self._backwards.append(Backward(self._number, line, keep, create))
+        groups = self._all_groups()
+        versions = {id(p): _torch.version(p) for group in groups for p in group.alive()}
+        for group in groups:
+            group.compare(is_backward=True)
+        try:
+            return run()
+        finally:
+            self._in_backward = None
+            for group in groups:
+                group.look()
+                changed = (id(p) for p in group.alive() if _torch.version(p) != versions[id(p)])
+                group.had |= set(changed)  # an update within the backward took the gradient away
+
+    def _all_groups(self) -> list[_Gradients]:
+        """Optimizers that have stepped; parameters of modules that none of them has."""
+        owned = {key for group in self._groups.values() for key in group.parameters}
+        for root in self._roots():
+            for parameter in root.parameters():
+                self._alone.parameters.setdefault(id(parameter), weakref.ref(parameter))
+        for key in owned:
+            self._alone.parameters.pop(key, None)
+            if key in self._alone.had:
+                next(g for g in self._groups.values() if key in g.parameters).had.add(key)
+        if not self._groups:
+            self._note_own_update()
+        return [*self._groups.values(), self._alone]
+
+    def _note_own_update(self) -> None:
+        """Notes an update that the program made by itself: parameters were written to."""
+        versions = {id(p): _torch.version(p) for p in self._alone.alive()}
+        before, self._alone.versions = self._alone.versions, versions
+        if any(versions[key] != before[key] for key in versions.keys() & before.keys()):
+            self._alone.compare(is_backward=False)
+            self._alone.update()
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if id(optimizer) not in self._groups:
+            _, line = holders.lines(sys._getframe(1))
+            self._note_file(sys._getframe(1))
+            group = _Gradients(type(optimizer).__name__, line, weakref.ref(optimizer))
+            self._groups[id(optimizer)] = group
+        group = self._groups[id(optimizer)]
+        for each in optimizer.param_groups:
+            for p in each["params"]:
+                group.parameters.setdefault(id(p), weakref.ref(p))
+        group.compare(is_backward=False)
+        group.update()
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._groups[id(optimizer)].look()
+
+    # --- what is patched -----------------------------------------------------------------------
+
+    def _empty_cache(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _, line = holders.lines(sys._getframe(1))
+        start = time.perf_counter()
+        result = original(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        was = self._cache_calls.get(line, CacheCalls(line, 0, 0.0))
+        self._cache_calls[line] = CacheCalls(line, was.count + 1, was.seconds + seconds)
+        return result
+
+    def _copy(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        kind = result.device.type
+        if tensor.device.type == "cpu" and kind in ACCELERATORS and not tensor.is_pinned():
+            _, line = holders.lines(sys._getframe(1))
+            was = self._copies.get(line, Copies(line, 0, 0, str(result.device)))
+            nbytes = was.nbytes + tensor.numel() * tensor.element_size()
+            self._copies[line] = replace(was, count=was.count + 1, nbytes=nbytes)
+        return result
+
+    def _took_batch(self, iterator: Any, batch: Any) -> None:
+        _, line = holders.lines(sys._getframe(1))
+        workers = getattr(iterator, "_num_workers", 0)
+        prefetch = getattr(iterator, "_prefetch_factor", None) or 0
+        was = self._loaders.get(id(iterator), Loader(line, workers, prefetch, 1, 0, 0))
+        nbytes = max(was.batch_nbytes, _nbytes(_leaves(batch)))
+        self._loaders[id(iterator)] = replace(was, batches=was.batches + 1, batch_nbytes=nbytes)
+        if was.batches == 0:
+            weakref.finalize(iterator, self._retire, id(iterator))
+
+    def _retire(self, key: int) -> None:
+        """An iterator is gone: its number may be given to another."""
+        if key in self._loaders:
+            self._loaders[-len(self._loaders) - 1] = self._loaders.pop(key)
+
+    # --- the record ----------------------------------------------------------------------------
+
+    def record(self, steps: int) -> Record:
+        """All that was noted, as values."""
+        kept = self._kept()
+        groups = [*self._groups.values(), self._alone]
+        return Record(
+            steps=steps,
+            peak_saved_nbytes=self._peak_nbytes,
+            saved=tuple(replace(e.saved, read_by=tuple(e.read_by)) for e in self._entries),
+            calls=tuple(replace(c, is_used=i in self._used) for i, c in enumerate(self._calls)),
+            backwards=tuple(self._backwards),
+            kept=tuple(kept),
+            cycles=tuple(self._cycles.values()),
+            parameters=tuple(self._parameters()),
+            updates=tuple(_updates(group) for group in groups if group.count),
+            hooks=tuple(self._grown_hooks()),
+            cache_calls=tuple(self._cache_calls.values()),
+            copies=tuple(self._copies.values()),
+            loaders=_merged(self._loaders.values()),
+            allocators=tuple(_allocators(self._stats)),
+            bytes_by_category=self._by_category(),
+        )
+
+    def _by_category(self) -> dict[str, int]:
+        parameters = {id(p): p for root in self._roots() for p in root.parameters()}
+        for group in self._groups.values():
+            parameters |= {id(p): p for p in group.alive()}
+        groups = [*self._groups.values(), self._alone]
+        return {
+            "parameters": _nbytes(list(parameters.values())),
+            "gradients": sum(group.most_nbytes for group in groups),
+            "optimizer state": sum(group.state_nbytes for group in groups),
+            "saved for the backward": self._peak_nbytes,
+        }
+
+    def _parameters(self) -> Iterator[Parameter]:
+        had = {key for group in (*self._groups.values(), self._alone) for key in group.had}
+        trained = [m for m in self._roots() if self._was_trained(m)]
+        seen: set[int] = set()
+        for root in trained:
+            routed = _routed(root, self._called)
+            for name, p in root.named_parameters():
+                if id(p) in seen:
+                    continue
+                seen.add(id(p))
+                dtype = str(p.dtype).removeprefix("torch.")
+                shown = f"{type(_torch.original(root)).__name__}.{name}"
+                is_routed = name.rpartition(".")[0] in routed
+                had_one = id(p) in had or p.grad is not None
+                yield Parameter(shown, _bytes_of(p), dtype, p.requires_grad, had_one, is_routed)
+
+    def _was_trained(self, module: nn.Module) -> bool:
+        name = type(_torch.original(module)).__name__
+        return any(c.module == name and i in self._used for i, c in enumerate(self._calls))
+
+    def _grown_hooks(self) -> Iterator[Hooks]:
+        for name in self._hooks[-1] if self._hooks else ():
+            counts = tuple(step.get(name, 0) for step in self._hooks)
+            if all(a < b for a, b in zip(counts[-3:], counts[-2:], strict=False)):
+                line = holders.line_that_calls("hook", self.files)
+                yield Hooks(name, line, counts)
+
+    # --- what outlived its step ----------------------------------------------------------------
+
+    def _kept(self) -> list[Kept]:
+        """Tensors that outlived their step, by the names that hold them."""
+        candidates = self._candidates()
+        grouped: dict[str, list[tuple[Tensor, int]]] = {}
+        about: dict[str, tuple[str, bool]] = {}
+        own = {id(candidates), id(grouped), id(self.__dict__), *map(id, candidates)}
+        own |= {id(self._born), id(self._older), id(self._entries)}
+        for pair in candidates:
+            tensor, _ = pair
+            path = holders.path_to(tensor, own, self.frames)
+            name = holders.pattern(holders.words(path))
+            if name not in about:
+                lines = (holders.line_that_keeps(x, self.files) for x in holders.named(path))
+                bounded = holders.is_bounded(tensor)
+                about[name] = next(filter(None, lines), ""), bounded
+            own.add(id(grouped.setdefault(name, [])))
+            grouped[name].append(pair)
+        nodes: dict[str, list[Any]] = {name: [] for name in grouped}
+        seen: set[Any] = set()
+        for name, pairs in grouped.items():
+            for tensor, _ in pairs:
+                nodes[name] += _nodes(tensor, seen)
+        kept, counted = [], set()
+        for name, pairs in grouped.items():
+            steps = {born for _, born in pairs} | {
+                node.metadata[LABEL] for node in nodes[name] if LABEL in node.metadata
+            }
+            live = [
+                e for e in self._entries if e.is_alive and e.saved.step in steps and nodes[name]
+            ]
+            new = {e.saved.storage: e.saved.nbytes for e in live if e.saved.storage not in counted}
+            counted |= new.keys()
+            line, bounded = about[name]
+            tensors = [tensor for tensor, _ in pairs]
+            order = tuple(sorted(steps))
+            kept.append(
+                Kept(
+                    name,
+                    line,
+                    _nbytes(tensors),
+                    sum(new.values()),
+                    len(nodes[name]),
+                    order,
+                    bounded,
+                )
+            )
+        for node in seen:
+            node.metadata.pop(LABEL, None)
+        return kept
+
+    def _candidates(self) -> list[tuple[Tensor, int]]:
+        """Living tensors with the step that made them: of each step the largest, graphs first."""
+        living = [(x, step) for ref, step in self._born.values() if (x := ref()) is not None]
+        living += [(x, -1) for ref in self._older if (x := ref()) is not None and x.grad_fn]
+        mine = self._of_training()
+        living = [pair for pair in living if id(pair[0]) not in mine]
+        living.sort(key=lambda pair: (pair[0].grad_fn is None, -_bytes_of(pair[0])))
+        by_step: dict[int, list[tuple[Tensor, int]]] = {}
+        for pair in living:
+            by_step.setdefault(pair[1], []).append(pair)
+        share = max(1, MOST_PATHS // max(len(by_step), 1))
+        return [pair for step in sorted(by_step) for pair in by_step[step][:share]]
+
+    def _of_training(self) -> set[int]:
+        """Tensors that have to be there: parameters, gradients, optimizer state, the example."""
+        tensors: list[Any] = list(self._packed_ids())
+        found = set(tensors)
+        for root in self._roots():
+            for x in (*root.parameters(), *root.buffers()):
+                found |= {id(x)} | ({id(x.grad)} if x.is_leaf else set())
+        for group in self._groups.values():
+            optimizer = group.optimizer() if group.optimizer is not None else None
+            for p in group.alive():
+                found |= {id(p), id(p.grad)}
+            for state in list(optimizer.state.values()) if optimizer is not None else ():
+                found |= {id(x) for x in _leaves(state)}
+        if self.example is not None:
+            found |= {id(x) for x in _leaves(self.example.args) if x.grad_fn is None}
+        return found
+
+
+# --- helpers ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _own_collection() -> Iterator[None]:
+    """Automatic collection off, and what is there already left out of collections."""
+    was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if had_frozen:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _patched(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Calls ``around(original, *args, **kwargs)`` in place of an attribute."""
+    is_own = name in vars(owner)
+    original = getattr(owner, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, patched)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _is_tensor(x: Any) -> bool:
+    return issubclass(type(x), Tensor)
+
+
+def _tensors() -> list[Tensor]:
+    """All tensors that Python knows of, but what was frozen."""
+    return [x for x in gc.get_objects() if _is_tensor(x)]
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return _torch.storage_key(tensor) is not None
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return _torch.storage_bytes(tensor)
+
+
+def _nbytes(tensors: Sequence[Any]) -> int:
+    """Of their storages, each once."""
+    unique = {_torch.storage_key(x): _bytes_of(x) for x in tensors if _has_bytes(x)}
+    return sum(unique.values())
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if _is_tensor(x)]
+
+
+def _nodes(tensor: Tensor, seen: set[Any]) -> list[Any]:
+    """Nodes of a tensor's graph that are not in `seen`, without those of leaves."""
+    found, open_ = [], [tensor.grad_fn]
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen or hasattr(node, "variable"):
+            continue
+        seen.add(node)
+        found.append(node)
+        open_ += (following for following, _ in node.next_functions)
+    return found
+
+
+def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    kind = type(root).__name__
+    for name, module in root.named_modules():
+        yield f"{kind}.{name}" if name else kind, module
+    for name, parameter in root.named_parameters():
+        yield f"{kind}.{name}", parameter
+
+
+def _routed(root: nn.Module, called: set[int]) -> set[str]:
+    """Names of modules that were not called while others of their list were, and what they hold."""
+    found: set[str] = set()
+    for name, module in root.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        children = list(module.named_children())
+        if any(id(child) in called for _, child in children):
+            found |= {
+                f"{name}.{key}.{below}".strip(".")
+                for key, child in children
+                if id(child) not in called
+                for below, _ in child.named_modules()
+            }
+    return found
+
+
+def _state_nbytes(group: _Gradients) -> int:
+    optimizer = group.optimizer() if group.optimizer is not None else None
+    return _nbytes(_leaves(list(optimizer.state.values()))) if optimizer is not None else 0
+
+
+def _updates(group: _Gradients) -> Updates:
+    with_gradient = [p for p in group.alive() if id(p) in group.had]
+    return Updates(
+        group.name,
+        group.line,
+        group.count,
+        group.added,
+        group.zeroed,
+        group.most_nbytes,
+        _nbytes(with_gradient),
+        group.state_nbytes,
+    )
+
+
+def _merged(loaders: Any) -> tuple[Loader, ...]:
+    """One for each line, with the iterators that it made."""
+    found: dict[tuple[str, int, int], Loader] = {}
+    for each in loaders:
+        key = each.line, each.workers, each.prefetch
+        was = found.get(key)
+        found[key] = (
+            each
+            if was is None
+            else replace(
+                was,
+                iterators=was.iterators + each.iterators,
+                batches=was.batches + each.batches,
+                batch_nbytes=max(was.batch_nbytes, each.batch_nbytes),
+            )
+        )
+    return tuple(found.values())
+
+
+def _allocator_stats() -> dict[str, dict[str, Any]]:
+    if not torch.cuda.is_initialized():
+        return {}
+    devices = range(torch.cuda.device_count())
+    return {f"cuda:{i}": dict(torch.cuda.memory_stats(i)) for i in devices}
+
+
+def _allocators(before: dict[str, dict[str, Any]]) -> Iterator[Allocator]:
+    for device, after in _allocator_stats().items():
+        yield Allocator(device, before.get(device, {}), after, _free_blocks(device))
+
+
+def _free_blocks(device: str) -> tuple[int, ...]:
+    """Sizes of free blocks in segments that are in use."""
+    index = torch.device(device).index
+    segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == index]
+    used = [segment for segment in segments if segment["allocated_size"]]
+    blocks = [block for segment in used for block in segment["blocks"]]
+    return tuple(sorted(b["size"] for b in blocks if b["state"] == "inactive"))
