@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from fxrecals import api
 from fxrecals.doctoring.finding import Finding
 from fxrecals.doctoring.findings import findings
 from fxrecals.doctoring.observe import Example, observe
 from fxrecals.doctoring.report import Diagnosis
 from fxrecals.errors import FxrecalsError, InfeasibleLimitError, OptionError
+from fxrecals.factories import by_name
 from fxrecals.plans import Plan
 
 LEAST_STEPS = 3
@@ -67,10 +70,15 @@ def doctor(train_step: Callable[[], Any], steps: int = 5, *, plan: bool = True) 
 
 def _planned(example: Example) -> Plan | None:
     """The plan for half of the peak, or for the floor; None where the model cannot be traced."""
-    inputs = (example.args, example.kwargs)
     try:
-        return api.plan(example.module, inputs, "50%")
-    except InfeasibleLimitError as error:
-        return api.plan(example.module, inputs, error.floor_bytes)
+        inputs = by_name(example.module, example.args, example.kwargs)
+        return _half_or_floor(example.module, inputs)
     except FxrecalsError:
         return None
+
+
+def _half_or_floor(module: nn.Module, inputs: Any) -> Plan:
+    try:
+        return api.plan(module, inputs, "50%")
+    except InfeasibleLimitError as error:
+        return api.plan(module, inputs, error.floor_bytes)

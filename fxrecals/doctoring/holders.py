@@ -303,7 +303,9 @@ class _Roots:
 
     def __init__(self, frames: Sequence[types.FrameType]) -> None:
         modules = [(name, vars(m)) for name, m in list(sys.modules.items()) if _is_module(m)]
-        self.modules = {id(namespace): name for name, namespace in modules}
+        self.modules: dict[int, str] = {}
+        for name, namespace in modules:
+            self.modules.setdefault(id(namespace), name)
         self.locals: dict[int, str] = {}
         for frame in frames:
             if frame.f_locals is frame.f_globals:

@@ -62,6 +62,9 @@ MOST_PATHS = 24
 LABEL = "fxrecals step"
 """Key in the metadata of autograd nodes, while they are examined."""
 
+BEFORE = -1
+"""The step in which everything was made that is older than the first."""
+
 
 def observe(step: Callable[[], Any], steps: int) -> tuple[Record, Example | None]:
     """Runs `step` so many times.
@@ -191,7 +194,7 @@ class Observer:
         self._entries: list[_Entry] = []
         self._live: dict[int, list[int]] = {}
         self._storages = 0
-        self._saved_nbytes = self._peak_nbytes = 0
+        self._saved_nbytes = self._peak_nbytes = self._gradient_nbytes = 0
         self._outside: dict[int, Any] = {}
         self._calls: list[Call] = []
         self._used: set[int] = set()
@@ -239,6 +242,7 @@ class Observer:
     def _find_what_is_there(self) -> None:
         tensors = _tensors()
         self._older = [weakref.ref(tensor) for tensor in tensors]
+        self._label(tensors, BEFORE)
         self._note_outside(tensors)
         self._stats = _allocator_stats()
 
@@ -306,11 +310,15 @@ class Observer:
             if known is None or known[0]() is not tensor:
                 self._born[id(tensor)] = weakref.ref(tensor), self._number
         older = [x for ref in self._older if (x := ref()) is not None and x.grad_fn is not None]
-        seen: set[Any] = set()
-        for tensor in (*living, *older):
-            for node in _nodes(tensor, seen):
-                node.metadata.setdefault(LABEL, self._number)
+        self._label([*living, *older], self._number)
         self._note_outside(living)
+
+    def _label(self, tensors: Sequence[Tensor], number: int) -> None:
+        """Notes in which step the nodes of their graphs were made."""
+        seen: set[Any] = set()
+        for tensor in tensors:
+            for node in _nodes(tensor, seen):
+                node.metadata.setdefault(LABEL, number)
 
     def _packed_ids(self) -> set[int]:
         alive = (entry.packed() for entry in self._entries if entry.packed is not None)
@@ -421,6 +429,8 @@ class Observer:
             return run()
         finally:
             self._in_backward = None
+            grads = [p.grad for group in groups for p in group.alive() if p.grad is not None]
+            self._gradient_nbytes = max(self._gradient_nbytes, _nbytes(grads))
             for group in groups:
                 group.look()
                 changed = (id(p) for p in group.alive() if _torch.version(p) != versions[id(p)])
@@ -531,11 +541,10 @@ class Observer:
         parameters = {id(p): p for root in self._roots() for p in root.parameters()}
         for group in self._groups.values():
             parameters |= {id(p): p for p in group.alive()}
-        groups = [*self._groups.values(), self._alone]
         return {
             "parameters": _nbytes(list(parameters.values())),
-            "gradients": sum(group.most_nbytes for group in groups),
-            "optimizer state": sum(group.state_nbytes for group in groups),
+            "gradients": self._gradient_nbytes,
+            "optimizer state": sum(group.state_nbytes for group in self._groups.values()),
             "saved for the backward": self._peak_nbytes,
         }
 
@@ -585,35 +594,24 @@ class Observer:
                 about[name] = next(filter(None, lines), ""), bounded
             own.add(id(grouped.setdefault(name, [])))
             grouped[name].append(pair)
-        nodes: dict[str, list[Any]] = {name: [] for name in grouped}
-        seen: set[Any] = set()
+        return self._measured(grouped, about)
+
+    def _measured(
+        self, grouped: dict[str, list[tuple[Tensor, int]]], about: dict[str, tuple[str, bool]]
+    ) -> list[Kept]:
+        """Bytes, nodes and steps of each group. What a graph has saved counts for the first."""
+        kept, counted, seen = [], set(), set()
         for name, pairs in grouped.items():
-            for tensor, _ in pairs:
-                nodes[name] += _nodes(tensor, seen)
-        kept, counted = [], set()
-        for name, pairs in grouped.items():
-            steps = {born for _, born in pairs} | {
-                node.metadata[LABEL] for node in nodes[name] if LABEL in node.metadata
-            }
-            live = [
-                e for e in self._entries if e.is_alive and e.saved.step in steps and nodes[name]
-            ]
-            new = {e.saved.storage: e.saved.nbytes for e in live if e.saved.storage not in counted}
+            nodes = [node for tensor, _ in pairs for node in _nodes(tensor, seen)]
+            steps = {born for _, born in pairs}
+            steps |= {node.metadata[LABEL] for node in nodes if LABEL in node.metadata}
+            steps.discard(BEFORE)
+            alive = [e.saved for e in self._entries if e.is_alive and e.saved.step in steps]
+            new = {x.storage: x.nbytes for x in alive if nodes and x.storage not in counted}
             counted |= new.keys()
-            line, bounded = about[name]
-            tensors = [tensor for tensor, _ in pairs]
-            order = tuple(sorted(steps))
-            kept.append(
-                Kept(
-                    name,
-                    line,
-                    _nbytes(tensors),
-                    sum(new.values()),
-                    len(nodes[name]),
-                    order,
-                    bounded,
-                )
-            )
+            line, is_bounded = about[name]
+            nbytes, order = _nbytes([tensor for tensor, _ in pairs]), tuple(sorted(steps))
+            kept.append(Kept(name, line, nbytes, sum(new.values()), len(nodes), order, is_bounded))
         for node in seen:
             node.metadata.pop(LABEL, None)
         return kept
@@ -621,7 +619,8 @@ class Observer:
     def _candidates(self) -> list[tuple[Tensor, int]]:
         """Living tensors with the step that made them: of each step the largest, graphs first."""
         living = [(x, step) for ref, step in self._born.values() if (x := ref()) is not None]
-        living += [(x, -1) for ref in self._older if (x := ref()) is not None and x.grad_fn]
+        older = [x for ref in self._older if (x := ref()) is not None and _grew(x)]
+        living += [(x, BEFORE) for x in older]
         mine = self._of_training()
         living = [pair for pair in living if id(pair[0]) not in mine]
         living.sort(key=lambda pair: (pair[0].grad_fn is None, -_bytes_of(pair[0])))
@@ -637,11 +636,11 @@ class Observer:
         found = set(tensors)
         for root in self._roots():
             for x in (*root.parameters(), *root.buffers()):
-                found |= {id(x)} | ({id(x.grad)} if x.is_leaf else set())
+                found |= {id(x), *_plain_gradient(x)}
         for group in self._groups.values():
             optimizer = group.optimizer() if group.optimizer is not None else None
             for p in group.alive():
-                found |= {id(p), id(p.grad)}
+                found |= {id(p), *_plain_gradient(p)}
             for state in list(optimizer.state.values()) if optimizer is not None else ():
                 found |= {id(x) for x in _leaves(state)}
         if self.example is not None:
@@ -701,6 +700,12 @@ def _has_bytes(tensor: Tensor) -> bool:
     return _torch.storage_key(tensor) is not None
 
 
+def _plain_gradient(parameter: Tensor) -> tuple[int, ...]:
+    """The gradient by its `id`, if there is one and it has no graph of its own."""
+    grad = parameter.grad if parameter.is_leaf else None
+    return (id(grad),) if grad is not None and grad.grad_fn is None else ()
+
+
 def _bytes_of(tensor: Tensor) -> int:
     return _torch.storage_bytes(tensor)
 
@@ -726,6 +731,11 @@ def _nodes(tensor: Tensor, seen: set[Any]) -> list[Any]:
         found.append(node)
         open_ += (following for following, _ in node.next_functions)
     return found
+
+
+def _grew(tensor: Tensor) -> bool:
+    """Whether a tensor's graph has nodes of an examined step."""
+    return any(node.metadata.get(LABEL, BEFORE) > BEFORE for node in _nodes(tensor, set()))
 
 
 def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
