@@ -14,14 +14,11 @@ from torch import nn
 from fxrecals import api
 from fxrecals.doctoring.finding import Finding
 from fxrecals.doctoring.findings import findings
-from fxrecals.doctoring.observe import Example, observe
+from fxrecals.doctoring.observe import LEAST_STEPS, Example, observe
 from fxrecals.doctoring.report import Diagnosis
 from fxrecals.errors import FxrecalsError, InfeasibleLimitError, OptionError
 from fxrecals.factories import by_name
 from fxrecals.plans import Plan
-
-LEAST_STEPS = 3
-"""Steps from which growth can be told from what one step leaves behind."""
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
 

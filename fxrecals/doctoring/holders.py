@@ -20,13 +20,15 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-DEPTH = 12
+DEPTH = 24
 """References between a root and a tensor; what is further away is shown from its nearest holder."""
 
 _INSTALLED = tuple(
@@ -67,6 +69,11 @@ def shown(file: str, number: int) -> str:
     return f"{file[len(here) :] if file.startswith(here) else os.path.basename(file)}:{number}"
 
 
+def is_ours(file: str) -> bool:
+    """Whether a file is part of this library."""
+    return os.path.realpath(file).startswith(_OURS)
+
+
 def is_of_the_program(file: str) -> bool:
     """Whether a file is part of the program, and of no installed package."""
     return _standing(file) == 2
@@ -75,19 +82,49 @@ def is_of_the_program(file: str) -> bool:
 _ADDS = {"append", "add", "appendleft", "extend", "insert", "put", "setdefault", "update"}
 
 
-def line_that_keeps(name: str, files: Iterable[str]) -> str:
+@dataclass(frozen=True)
+class Scope:
+    """Lines of a function's source, the first and the last included."""
+
+    file: str
+    first: int
+    last: int
+
+
+def scope_of(code: types.CodeType) -> Scope:
+    """The lines of a function, or of a module's own code."""
+    numbers = [line for _, _, line in code.co_lines() if line]
+    nested = (scope_of(x).last for x in code.co_consts if isinstance(x, types.CodeType))
+    return Scope(code.co_filename, code.co_firstlineno, max([*numbers, *nested], default=0))
+
+
+def line_that_keeps(name: str, scopes: Iterable[Scope]) -> str:
     """The line that puts something into the variable or attribute `name`, or "".
 
-    A call such as ``name.append(...)`` counts before an assignment, that of something new last.
+    A call such as ``name.append(...)`` counts before an assignment, that of something new last;
+    then the line in the smallest scope.
     """
-    found: list[tuple[int, int, str]] = []
-    for file in files:
-        for node in ast.walk(_tree(file)):
-            rank = _rank(node, name)
-            if rank is not None:
-                line = getattr(node, "lineno", 0)
-                found.append((rank, -line if rank else line, shown(file, line)))
-    return min(found, default=(0, 0, ""))[2]
+    return _best(scopes, lambda node: _rank(node, name))
+
+
+def line_that_calls(ending: str, scopes: Iterable[Scope]) -> str:
+    """The line that calls a method with that ending of its name, in the smallest scope, or ""."""
+
+    def rank(node: ast.AST) -> int | None:
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        return 0 if is_method and node.func.attr.endswith(ending) else None
+
+    return _best(scopes, rank)
+
+
+def _best(scopes: Iterable[Scope], rank: Callable[[ast.AST], int | None]) -> str:
+    found = [
+        (ranked, scope.last - scope.first, node.lineno, shown(scope.file, node.lineno))
+        for scope in dict.fromkeys(scopes)
+        for node in _statements(scope.file)
+        if scope.first <= node.lineno <= scope.last and (ranked := rank(node)) is not None
+    ]
+    return min(found, default=(0, 0, 0, ""))[3]
 
 
 def _rank(node: ast.AST, name: str) -> int | None:
@@ -97,13 +134,25 @@ def _rank(node: ast.AST, name: str) -> int | None:
     if isinstance(node, ast.AugAssign):
         return 0 if _names(node.target, name) else None
     if isinstance(node, ast.Assign):
-        for target in node.targets:
-            if isinstance(target, ast.Subscript) and _names(target, name):
-                return 0
-            if _names(target, name):
-                is_new = isinstance(node.value, (ast.List, ast.Dict, ast.Constant, ast.Set))
-                return 2 if is_new else 1
+        ranks = [_assigned(target, value, name) for target, value in _pairs(node)]
+        return min((rank for rank in ranks if rank is not None), default=None)
     return None
+
+
+def _pairs(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    """What is assigned to what: ``a, b = 1, 2`` is two."""
+    target, value = node.targets[0], node.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=False))
+    return [(target, value) for target in node.targets]
+
+
+def _assigned(target: ast.expr, value: ast.expr, name: str) -> int | None:
+    if not _names(target, name):
+        return None
+    if isinstance(target, ast.Subscript):
+        return 0
+    return 2 if isinstance(value, (ast.List, ast.Dict, ast.Constant, ast.Set)) else 1
 
 
 def _names(node: ast.AST, name: str) -> bool:
@@ -114,32 +163,29 @@ def _names(node: ast.AST, name: str) -> bool:
     return getattr(node, "id", getattr(node, "attr", None)) == name
 
 
-def line_that_calls(ending: str, files: Iterable[str]) -> str:
-    """The line of the first call of a method with that ending of its name, or ""."""
-    for file in files:
-        for node in ast.walk(_tree(file)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr.endswith(ending):
-                    return shown(file, node.lineno)
-    return ""
-
-
 @lru_cache(maxsize=64)
-def _tree(file: str) -> ast.AST:
+def _statements(file: str) -> list[Any]:
+    """What may put something somewhere in a file: its assignments and calls."""
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
-        return ast.Module([], [])
+        return []
+    wanted = (ast.Call, ast.AugAssign, ast.Assign)
+    return [node for node in ast.walk(tree) if isinstance(node, wanted)]
 
 
-def source_of(x: Any) -> str:
-    """The file that defines a function, a class or an object's class, or ""."""
-    for candidate in (inspect.unwrap(x) if callable(x) else x, type(x)):
-        try:
-            return inspect.getsourcefile(candidate) or ""
-        except (TypeError, OSError):
-            continue
-    return ""
+def scopes_of(x: Any) -> list[Scope]:
+    """The lines of a function, or of the methods of an object's class in the program."""
+    if isinstance(x, types.MethodType):
+        x = x.__func__
+    if isinstance(x, (types.FrameType, types.GeneratorType)):
+        code = x.f_code if isinstance(x, types.FrameType) else x.gi_code
+        return [scope_of(code)]
+    if isinstance(x, types.FunctionType):
+        return [scope_of(x.__code__)]
+    methods = (f for kind in type(x).__mro__ for f in vars(kind).values())
+    functions = [f for f in methods if isinstance(f, types.FunctionType)]
+    return [scope_of(f.__code__) for f in functions if _standing(f.__code__.co_filename) == 2]
 
 
 # --- references ---------------------------------------------------------------------------------
@@ -151,8 +197,6 @@ def edge(holder: Any, held: Any) -> str:
         return next((f"[{_key(key)}]" for key, x in _items(holder) if x is held), "")
     if isinstance(holder, (list, tuple, deque)):
         return next((f"[{i}]" for i, x in enumerate(holder) if x is held), "")
-    if isinstance(holder, types.FunctionType):
-        return _of_function(holder, held)
     if isinstance(holder, types.FrameType):
         return next((f".{key}" for key, x in local_variables(holder).items() if x is held), "")
     if isinstance(holder, types.GeneratorType) and holder.gi_frame is not None:
@@ -175,13 +219,6 @@ def _key(key: Any) -> str:
 
 def _items(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     return list(mapping.items())
-
-
-def _of_function(function: types.FunctionType, held: Any) -> str:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell is held:
-            return f".{name}"
-    return _of_object(function, held)
 
 
 _ATTRIBUTES = (
@@ -225,17 +262,27 @@ def _reads(holder: Any, name: str) -> Any:
         return None
 
 
-def path_to(held: Any, ignored: Collection[int], frames: Sequence[types.FrameType]) -> list[str]:
-    """The names from a root (module, local variable) to an object, the root first.
+@dataclass(frozen=True)
+class Path:
+    """A way from a root to an object.
+
+    Attributes:
+        names: as ``("train", ".losses", "[3]")``: the root, which is a module or a local variable
+            (or the nearest holder's type where none was found), and pieces of Python.
+        scopes: of functions and classes on the way.
+    """
+
+    names: tuple[str, ...]
+    scopes: tuple[Scope, ...]
+
+
+def path_to(held: Any, ignored: Collection[int], frames: Sequence[types.FrameType]) -> Path:
+    """The shortest way from a root to an object.
 
     Args:
         held: the object.
         ignored: by their `id`, objects that do not count as holders.
         frames: of running functions whose local variables are roots.
-
-    Returns:
-        Names, as ``["train", ".losses", "[3]"]``. The first is the nearest holder's type where no
-        root was found.
     """
     roots = _Roots(frames)
     skipped = {*ignored, *map(id, frames)}
@@ -243,15 +290,57 @@ def path_to(held: Any, ignored: Collection[int], frames: Sequence[types.FrameTyp
     level = [held]
     for _ in range(DEPTH):
         for each in level:
-            root = roots.name(each)
+            root, frame = roots.name(each)
             if root:
-                return [root, *_down(each, came_from)]
+                return _path(root, _chain(each, came_from), frame)
         level = _holders(level, came_from, skipped)
         if not level:
             break
     nearest = list(came_from.values())[1:2]
     top = nearest[0][0] if nearest else held
-    return [type(top).__name__, *_down(top, came_from)]
+    return _path(type(top).__name__, _chain(top, came_from), None)
+
+
+def _path(root: str, chain: list[Any], frame: types.FrameType | None) -> Path:
+    on_way = [x for x in (*chain, *filter(None, (frame,))) if not isinstance(x, _PLAIN)]
+    scopes = [scope for x in on_way for scope in scopes_of(x)]
+    return Path((root, *edges(chain)), tuple(scopes))
+
+
+def _chain(x: Any, came_from: dict[int, tuple[Any, Any]]) -> list[Any]:
+    found = [x]
+    while (held := came_from[id(found[-1])][1]) is not None:
+        found.append(held)
+    return found
+
+
+_PLAIN = (dict, list, tuple, set, deque, types.CellType)
+
+
+def edges(chain: Sequence[Any]) -> list[str]:
+    """How each of some objects refers to the next.
+
+    >>> def made(seen):
+    ...     return lambda x, log=[]: seen.append(x)
+    >>> hook = made([0])
+    >>> log, cells = hook.__defaults__, hook.__closure__
+    >>> "".join(edges([hook, cells, cells[0], cells[0].cell_contents, 0]))
+    '.seen[0]'
+    >>> edges([hook, log, log[0]])
+    ['.log', '']
+    """
+    found = [edge(a, b) for a, b in pairwise(chain)]
+    for i, (function, held, further) in enumerate(zip(chain, chain[1:], chain[2:], strict=False)):
+        if not isinstance(function, types.FunctionType):
+            continue
+        code = function.__code__
+        if held is function.__closure__:
+            index = next(k for k, cell in enumerate(held) if cell is further)
+            found[i : i + 2] = f".{code.co_freevars[index]}", ""
+        elif held is function.__defaults__:
+            index = next(k for k, x in enumerate(held) if x is further) - len(held)
+            found[i : i + 2] = f".{code.co_varnames[: code.co_argcount][index]}", ""
+    return ["" if isinstance(a, types.CellType) else e for a, e in zip(chain, found, strict=False)]
 
 
 def _holders(
@@ -278,12 +367,6 @@ def _is_machinery(x: Any) -> bool:
     return isinstance(x, types.FrameType) or type(x).__name__.endswith("_iterator")
 
 
-def _down(x: Any, came_from: dict[int, tuple[Any, Any]]) -> Iterator[str]:
-    while (held := came_from[id(x)][1]) is not None:
-        yield edge(x, held)
-        x = held
-
-
 def pattern(path: str) -> str:
     """A path with all indices alike.
 
@@ -302,59 +385,70 @@ class _Roots:
     """Names of what is reachable by name: variables of modules, local variables."""
 
     def __init__(self, frames: Sequence[types.FrameType]) -> None:
-        modules = [(name, vars(m)) for name, m in list(sys.modules.items()) if _is_module(m)]
         self.modules: dict[int, str] = {}
-        for name, namespace in modules:
-            self.modules.setdefault(id(namespace), name)
-        self.locals: dict[int, str] = {}
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, types.ModuleType):
+                self.modules.setdefault(id(vars(module)), name)
+        self.locals: dict[int, tuple[str, types.FrameType]] = {}
         for frame in frames:
             if frame.f_locals is frame.f_globals:
                 self.modules.setdefault(id(frame.f_globals), frame.f_globals.get("__name__", ""))
                 continue
             for name, x in local_variables(frame).items():
-                self.locals.setdefault(id(x), f"{name} in {frame.f_code.co_name}()")
+                self.locals.setdefault(id(x), (f"{name} in {frame.f_code.co_name}()", frame))
 
-    def name(self, x: Any) -> str:
+    def name(self, x: Any) -> tuple[str, types.FrameType | None]:
+        """The name of a root, and the frame that has it if it is a local variable; else ""."""
         if isinstance(x, dict):
             if id(x) in self.modules:
-                return self.modules[id(x)]
+                return self.modules[id(x)], None
             if "__builtins__" in x and "__name__" in x:  # a namespace that was executed
-                return str(x["__name__"])
-        return self.locals.get(id(x), "")
+                return str(x["__name__"]), None
+        return self.locals.get(id(x), ("", None))
 
 
-def _is_module(x: Any) -> bool:
-    return isinstance(x, types.ModuleType)
+def by_holder(tensors: Sequence[Any], ignored: Collection[int]) -> list[list[int]]:
+    """Indices of objects, those together that have their first holder in common."""
+    place = {id(x): i for i, x in enumerate(tensors)}
+    groups: dict[int, list[int]] = {}
+    left = set(range(len(tensors)))
+    found = gc.get_referrers(*tensors) if tensors else []
+    for holder in found:
+        if id(holder) in ignored or holder is tensors or _is_machinery(holder):
+            continue
+        held = {place[id(x)] for x in gc.get_referents(holder) if id(x) in place} & left
+        if held:
+            groups[id(holder)] = sorted(held)
+            left -= held
+    return [*groups.values(), *([i] for i in sorted(left))]
 
 
-def words(path: Sequence[str]) -> str:
+def words(names: Sequence[str]) -> str:
     """A path as Python writes it.
 
     >>> words(["train", "['trainer']", ".__dict__", "['losses']", "[3]"])
     'train.trainer.losses[3]'
     """
-    result, is_namespace = path[0], "." not in path[0] and " in " not in path[0]
-    for i, name in enumerate(path[1:]):
-        if name == ".__dict__" or name == ".cell_contents" or not name:
-            is_namespace = name == ".__dict__"
-            continue
-        is_root = i == 0 and not result.endswith("()")
-        if name.startswith("['") and (is_namespace or is_root):
+    result, is_namespace = names[0], not names[0].endswith("()")
+    for name in names[1:]:
+        if name.startswith("['") and is_namespace:
             name = f".{name[2:-2]}"
-        is_namespace = False
-        result += name
+        is_namespace = name == ".__dict__"
+        result += "" if is_namespace else name
     return result
 
 
-def named(path: Sequence[str]) -> list[str]:
+def named(names: Sequence[str]) -> list[str]:
     """The variables and attributes of a path, the innermost first.
 
     >>> named(["train", "['trainer']", ".__dict__", "['losses']", "[3]"])
     ['losses', 'trainer']
+    >>> named(["losses in main()", "[3]"])
+    ['losses']
     """
-    found = [name.strip(".[]'") for name in path[1:] if not name[1:2].isdigit()]
-    names = [name for name in found if name.isidentifier() and not name.startswith("__")]
-    return [*reversed(names), path[0].split(" in ")[0]] if " in " in path[0] else names[::-1]
+    found = [name.strip(".[]'") for name in names if name[:1] in (".", "[")]
+    own = [name for name in found if name.isidentifier() and not name.startswith("__")]
+    return own[::-1] or [names[0].split(" in ")[0]]
 
 
 # --- cycles -------------------------------------------------------------------------------------
@@ -406,20 +500,17 @@ def nearest_cycle(held: Any, garbage: Mapping[int, Any]) -> list[Any]:
     return []
 
 
-_PLAIN = (dict, list, tuple, set, deque, types.CellType)
-
-
-def around(way: Sequence[Any]) -> tuple[str, list[tuple[Any, str]]]:
-    """A cycle in words, and each object of it that has a name, with its attribute on the way."""
+def around(way: Sequence[Any]) -> Path:
+    """A cycle, once around: objects, their attributes, and the scopes it may be made in."""
     start = next((i for i, x in enumerate(way) if not isinstance(x, _PLAIN)), 0)
     ring = [*way[start:], *way[:start]]
-    parts: list[tuple[Any, list[str]]] = []
-    for i, x in enumerate(ring):
-        if not parts or not isinstance(x, _PLAIN):
-            parts.append((x, [_called(x)]))
-        parts[-1][1].append(edge(x, ring[(i + 1) % len(ring)]))
-    text = " -> ".join(words(path) for _, path in parts)
-    return text, [(x, (named(path) or [""])[0]) for x, path in parts]
+    pieces = edges([*ring, ring[0], ring[1 % len(ring)]])
+    names: list[str] = []
+    for x, piece in zip(ring, pieces, strict=False):
+        names += [piece] if names and isinstance(x, _PLAIN) else [f" -> {_called(x)}", piece]
+    frames = [x for x in ring if isinstance(x, (types.FrameType, types.FunctionType))]
+    scopes = [scope for x in (*frames, *ring) for scope in scopes_of(x)]
+    return Path(tuple(names), tuple(scopes))
 
 
 def _called(x: Any) -> str:
@@ -427,12 +518,7 @@ def _called(x: Any) -> str:
     return name or type(x).__name__
 
 
-def line_of_cycle(ring: Sequence[tuple[Any, str]], files: Sequence[str]) -> str:
+def line_of_cycle(ring: Path, scopes: Sequence[Scope]) -> str:
     """The line that closes a cycle: the last of those that set its attributes, or ""."""
-    found = []
-    for x, name in ring:
-        own = source_of(x)
-        line = partial(line_that_keeps, name)
-        if name:
-            found.append(line([own] if own else []) or line(files))
-    return next((line for line in reversed(found) if line), "")
+    lines = [line_that_keeps(name, (*ring.scopes, *scopes)) for name in named(ring.names)]
+    return max(lines, key=lambda line: int(line.rpartition(":")[2] or 0), default="")

@@ -56,6 +56,9 @@ from fxrecals.doctoring.record import (
 ACCELERATORS = ("cuda", "xpu")
 """Devices to which copies from pageable memory wait."""
 
+LEAST_STEPS = 3
+"""Steps from which growth can be told from what one step leaves behind."""
+
 MOST_PATHS = 24
 """Tensors that outlived their step for which a path is looked for: the largest of each step."""
 
@@ -72,7 +75,7 @@ def observe(step: Callable[[], Any], steps: int) -> tuple[Record, Example | None
     Returns:
         What was seen; and the last call of a module that was trained, with its arguments.
     """
-    observer = Observer(_callers(), step)
+    observer = Observer(_callers(), step, steps)
     with observer.watching():
         for number in range(steps):
             observer.begin(number)
@@ -85,7 +88,8 @@ def _callers() -> list[types.FrameType]:
     """Running functions outside of this library, the innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
-        found.append(frame)
+        if not holders.is_ours(frame.f_code.co_filename):
+            found.append(frame)
         frame = frame.f_back
     return found
 
@@ -129,7 +133,7 @@ class _Gradients:
     line: str
     optimizer: weakref.ref[Any] | None = None
     parameters: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    seen: dict[int, tuple[int | None, int]] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     had: set[int] = field(default_factory=set)
     was_reset: bool = True
@@ -155,12 +159,16 @@ class _Gradients:
             return
         known = [p for p in self.alive() if id(p) in self.seen]
         kept = [p.grad for p in known if p.grad is not None]
-        if len(kept) < len(known):
+        if len(kept) < len(known) or any(map(self._was_replaced, known)):
             self.was_reset = True
         changed = [p.grad for p in known if p.grad is not None and self._has_changed(p)]
         if kept and len(changed) == len(kept) and not any(map(_has_values, changed)):
             self.was_reset = True
             self.zeroed += is_backward
+
+    def _was_replaced(self, parameter: Tensor) -> bool:
+        grad = parameter.grad
+        return grad is not None and _state(grad)[0] != self.seen[id(parameter)][0]
 
     def _has_changed(self, parameter: Tensor) -> bool:
         grad = parameter.grad
@@ -174,8 +182,8 @@ class _Gradients:
         self.was_reset = False
 
 
-def _state(grad: Tensor) -> tuple[int, int]:
-    return id(grad), _torch.version(grad)
+def _state(grad: Tensor) -> tuple[int | None, int]:
+    return _torch.storage_key(grad), _torch.version(grad)
 
 
 def _has_values(grad: Tensor) -> bool:
@@ -186,17 +194,19 @@ def _has_values(grad: Tensor) -> bool:
 class Observer:
     """Everything that is noted while steps run."""
 
-    def __init__(self, frames: list[types.FrameType], step: Callable[[], Any]) -> None:
+    def __init__(self, frames: list[types.FrameType], step: Callable[[], Any], steps: int) -> None:
         self.frames = frames
         self.example: Example | None = None
-        self.files: list[str] = [file] if (file := holders.source_of(step)) else []
-        self._number = 0
+        self.scopes: dict[holders.Scope, None] = dict.fromkeys(holders.scopes_of(step))
+        self._codes: set[types.CodeType] = set()
+        self._number, self._last = 0, steps - 1
         self._entries: list[_Entry] = []
         self._live: dict[int, list[int]] = {}
         self._storages = 0
         self._saved_nbytes = self._peak_nbytes = self._gradient_nbytes = 0
         self._outside: dict[int, Any] = {}
         self._calls: list[Call] = []
+        self._call_modules: list[int] = []
         self._used: set[int] = set()
         self._depth = 0
         self._in_backward: int | None = None
@@ -298,8 +308,9 @@ class Observer:
         way = holders.nearest_cycle(tensor, garbage)
         if not way:
             return None
-        text, ring = holders.around(way)
-        return text, holders.line_of_cycle(ring, self.files)
+        ring = holders.around(way)
+        text = holders.words(ring.names).removeprefix(" -> ")
+        return text, holders.line_of_cycle(ring, list(self.scopes))
 
     def _note_living(self) -> None:
         """Notes new tensors, and which nodes of living graphs are of this step."""
@@ -339,7 +350,7 @@ class Observer:
         dtype = str(tensor.dtype).removeprefix("torch.")
         saved = Saved(self._number, storage, nbytes, dtype, first, own, call, self._in_backward)
         entry = _Entry(saved)
-        packed = _Packed(tensor, entry)
+        packed = _Packed(tensor.detach(), entry)  # the program may hold the tensor itself
         entry.packed = weakref.ref(packed, lambda _: self._let_go(key))
         self._entries.append(entry)
         return packed
@@ -380,12 +391,13 @@ class Observer:
         if self._depth > 1 or self._in_backward is not None:
             return
         _, line = holders.lines(sys._getframe(1))
-        self._note_file(sys._getframe(1))
+        self._note_scopes(sys._getframe(1))
         if id(module) not in self._modules:
             self._modules[id(module)] = weakref.ref(module)
             self._note_outside([*module.parameters(), *module.buffers()])
         has_parameters = next(module.parameters(), None) is not None
         name = type(_torch.original(module)).__name__
+        self._call_modules.append(id(module))
         self._calls.append(
             Call(self._number, line, name, module.training, has_parameters, False, False)
         )
@@ -402,14 +414,17 @@ class Observer:
             self._calls[index] = replace(self._calls[index], builds_graph=True)
         for node in nodes:
             node.register_prehook(lambda _: self._used.add(index))
-        if nodes and module.training and self._calls[index].has_parameters:
+        is_last = self._number == self._last  # held any earlier, it would not be collected
+        if is_last and nodes and module.training and self._calls[index].has_parameters:
             self.example = Example(module, args, _torch.keywords_of_call(sys._getframe(1)))
 
-    def _note_file(self, frame: types.FrameType | None) -> None:
+    def _note_scopes(self, frame: types.FrameType | None) -> None:
+        """Notes which functions of the program are running."""
         while frame is not None:
-            file = frame.f_code.co_filename
-            if holders.is_of_the_program(file) and file not in self.files:
-                self.files.append(file)
+            code = frame.f_code
+            if holders.is_of_the_program(code.co_filename) and code not in self._codes:
+                self._codes.add(code)
+                self.scopes[holders.scope_of(code)] = None
             frame = frame.f_back
 
     # --- backwards and updates -----------------------------------------------------------------
@@ -418,7 +433,7 @@ class Observer:
         if self._in_backward is not None:
             return run()
         _, line = holders.lines(sys._getframe(1))
-        self._note_file(sys._getframe(1))
+        self._note_scopes(sys._getframe(1))
         self._in_backward = len(self._backwards)
         self._backwards.append(Backward(self._number, line, keep, create))
         groups = self._all_groups()
@@ -463,7 +478,7 @@ class Observer:
             return
         if id(optimizer) not in self._groups:
             _, line = holders.lines(sys._getframe(1))
-            self._note_file(sys._getframe(1))
+            self._note_scopes(sys._getframe(1))
             group = _Gradients(type(optimizer).__name__, line, weakref.ref(optimizer))
             self._groups[id(optimizer)] = group
         group = self._groups[id(optimizer)]
@@ -565,14 +580,13 @@ class Observer:
                 yield Parameter(shown, _bytes_of(p), dtype, p.requires_grad, had_one, is_routed)
 
     def _was_trained(self, module: nn.Module) -> bool:
-        name = type(_torch.original(module)).__name__
-        return any(c.module == name and i in self._used for i, c in enumerate(self._calls))
+        return any(self._call_modules[i] == id(module) for i in self._used)
 
     def _grown_hooks(self) -> Iterator[Hooks]:
         for name in self._hooks[-1] if self._hooks else ():
             counts = tuple(step.get(name, 0) for step in self._hooks)
             if all(a < b for a, b in zip(counts[-3:], counts[-2:], strict=False)):
-                line = holders.line_that_calls("hook", self.files)
+                line = holders.line_that_calls("hook", self.scopes)
                 yield Hooks(name, line, counts)
 
     # --- what outlived its step ----------------------------------------------------------------
@@ -580,20 +594,21 @@ class Observer:
     def _kept(self) -> list[Kept]:
         """Tensors that outlived their step, by the names that hold them."""
         candidates = self._candidates()
+        tensors = [tensor for tensor, _ in candidates]
+        own = {id(candidates), id(tensors), id(self._born), *map(id, candidates)}
         grouped: dict[str, list[tuple[Tensor, int]]] = {}
         about: dict[str, tuple[str, bool]] = {}
-        own = {id(candidates), id(grouped), id(self.__dict__), *map(id, candidates)}
-        own |= {id(self._born), id(self._older), id(self._entries)}
-        for pair in candidates:
-            tensor, _ = pair
-            path = holders.path_to(tensor, own, self.frames)
-            name = holders.pattern(holders.words(path))
-            if name not in about:
-                lines = (holders.line_that_keeps(x, self.files) for x in holders.named(path))
-                bounded = holders.is_bounded(tensor)
-                about[name] = next(filter(None, lines), ""), bounded
-            own.add(id(grouped.setdefault(name, [])))
-            grouped[name].append(pair)
+        own |= {id(grouped), id(about)}
+        for places in holders.by_holder(tensors, own):
+            path = holders.path_to(tensors[places[0]], own, self.frames)
+            scopes = (*path.scopes, *self.scopes)
+            lines = (holders.line_that_keeps(x, scopes) for x in holders.named(path.names))
+            name = holders.pattern(holders.words(path.names))
+            is_bounded = holders.is_bounded(tensors[places[0]])
+            about.setdefault(name, (next(filter(None, lines), ""), is_bounded))
+            group = grouped.setdefault(name, [])
+            own.add(id(group))
+            group += (candidates[i] for i in places)
         return self._measured(grouped, about)
 
     def _measured(
@@ -623,6 +638,9 @@ class Observer:
         living += [(x, BEFORE) for x in older]
         mine = self._of_training()
         living = [pair for pair in living if id(pair[0]) not in mine]
+        plain = {step for x, step in living if x.grad_fn is None and x.numel() > 1}
+        if len(plain) < LEAST_STEPS:  # what has no graph is no fault if it does not grow
+            living = [(x, step) for x, step in living if x.grad_fn is not None]
         living.sort(key=lambda pair: (pair[0].grad_fn is None, -_bytes_of(pair[0])))
         by_step: dict[int, list[tuple[Tensor, int]]] = {}
         for pair in living:
