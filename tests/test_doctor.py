@@ -71,8 +71,9 @@ class _Renamed(ast.NodeTransformer):
         node.names = [self.names.get(name, name) for name in node.names]
         return node
 
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
+        node.name = self.names.get(node.name, node.name)
         return node
 
 
