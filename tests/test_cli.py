@@ -19,7 +19,7 @@ from torch import nn
 import fxrecals
 from fxrecals.cli import examine, main
 from fxrecals.cli.output import Output
-from tests import cli_models
+from tests import cli_models, cli_steps
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = "tests.cli_models:blocks"
@@ -181,6 +181,26 @@ def test_doctor_finds_this_machine_well(capsys: pytest.CaptureFixture[str]) -> N
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"versions", "devices", "supported", "self_test"}
     assert found["self_test"]["seconds"] < 20
+
+
+@pytest.mark.parametrize(("step", "form"), [("leaking", "txt"), ("leaking", "json")])
+def test_doctor_examines_a_step(
+    step: str, form: str, golden: Golden, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--json"] if form == "json" else []
+    assert main(["doctor", f"tests.cli_steps:{step}", "--steps", "3", *options]) == 1
+    shown = capsys.readouterr()
+    golden(f"doctor-{step}.{form}", shown.out)
+    assert shown.err == "fxrecals doctor: tests.cli_steps:leaking has 2 to mend\n"
+    cli_steps.losses.clear()
+
+
+def test_doctor_lets_a_sound_step_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "tests.cli_steps:healthy", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"] == []
+    assert found["limit"]["peak_bytes"] <= found["limit"]["limit_bytes"]
+    assert main(["doctor", "tests.cli_steps:healthy", "--steps", "1"]) == 2
 
 
 def test_doctor_says_what_is_wrong(

@@ -17,6 +17,7 @@ import gc
 import sys
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -229,6 +230,8 @@ class Observer:
         """Watches within; everything is as it was afterwards."""
         with ExitStack() as stack:
             self._find_what_is_there()
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", ".*when there are global hooks on modules")
             stack.enter_context(_own_collection())
             stack.enter_context(_torch.saved_tensors_observed(self._pack, self._unpack))
             stack.enter_context(_torch.backwards_observed(self._backward))
