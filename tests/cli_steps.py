@@ -8,7 +8,6 @@ model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 optimizer = torch.optim.AdamW(model.parameters())
 x = torch.randn(512, 64)
 losses = []
-history = []
 
 
 def leaking():
@@ -18,10 +17,6 @@ def leaking():
     loss.backward(retain_graph=True)
     optimizer.step()
     losses.append(loss)
-
-
-def validating():
-    history.append(model(x).square().mean())
 
 
 def healthy():
