@@ -1014,7 +1014,8 @@ def saved_tensors_observed(
     `torch.func.grad` raises where hooks are set already, unless it is told to let them be:
     `_saved_tensors_hooks_disable`, read in torch 2.13, `csrc/autograd/init.cpp`.
     """
-    module: Any = torch._C._autograd
+    c: Any = torch._C
+    module = c._autograd
     disable = module._saved_tensors_hooks_disable
     module._saved_tensors_hooks_disable = lambda message, *_: disable(message, False)
     try:

@@ -4,6 +4,10 @@ Each function makes a program and returns its step. The name says what it is: ``
 ``NAME__cure``, ``NAME__innocent``. The line that a finding has to name ends in ``# here``.
 """
 
+# Written as users write, without types:
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalCall=false
+
 import weakref
 from collections import deque
 

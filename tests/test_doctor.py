@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import fxrecals
 from fxrecals.doctoring import Finding
@@ -168,14 +169,13 @@ def test_the_steps_have_the_same_bits_as_without_it() -> None:
 
 
 def _patched_names() -> list[Any]:
-    loader = torch.utils.data.dataloader._BaseDataLoaderIter
     hooks = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
     return [
         torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
         torch.cuda.empty_cache,
         torch.cuda.memory.empty_cache,
-        torch._C._autograd._saved_tensors_hooks_disable,
-        loader.__next__,
+        torch._C._autograd._saved_tensors_hooks_disable,  # type: ignore[attr-defined]
+        _BaseDataLoaderIter.__next__,
         Tensor.to,
         *map(len, hooks),
         gc.isenabled(),

@@ -156,7 +156,7 @@ def test_saved_tensors_are_observed_where_transforms_refuse_hooks() -> None:
 def test_batches_are_observed() -> None:
     seen = []
     with _torch.batches_observed(lambda iterator, batch: seen.append(batch)):
-        taken = list(torch.utils.data.DataLoader([1, 2, 3]))
+        taken = list(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X[:3])))
     assert len(seen) == len(taken) == 3
 
 

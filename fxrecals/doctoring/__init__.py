@@ -1,6 +1,7 @@
 """Looks at a training program before anything is planned: is it activations, or a fault?
 
-`observe` runs some steps and writes down what it sees, a `Record`. Each function of `findings` and
+`observe` runs some steps and writes down what it sees, a `Record`, with the help of `tensors`,
+`gradients` and `holders` (who holds an object, and in which line). Each function of `findings` and
 `allocator` judges one fault by that record alone. `report` says it.
 """
 

@@ -111,8 +111,9 @@ def line_that_calls(ending: str, scopes: Iterable[Scope]) -> str:
     """The line that calls a method with that ending of its name, in the smallest scope, or ""."""
 
     def rank(node: ast.AST) -> int | None:
-        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        return 0 if is_method and node.func.attr.endswith(ending) else None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return 0 if node.func.attr.endswith(ending) else None
+        return None
 
     return _best(scopes, rank)
 

@@ -8,7 +8,7 @@ What is watched, and by what:
 - tensors that outlive a step, and garbage, by `gc`: what was there before is frozen, so that a
   collection looks at what the steps made alone. Automatic collection is off within a step.
 
-None of it computes with the program's tensors or draws random numbers.
+None of it changes a tensor or draws a random number.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils import _pytree as pytree
 
 from fxrecals import _torch
 from fxrecals.doctoring import holders
+from fxrecals.doctoring.gradients import Gradients
 from fxrecals.doctoring.record import (
     Allocator,
     Backward,
@@ -51,7 +51,15 @@ from fxrecals.doctoring.record import (
     Parameter,
     Record,
     Saved,
-    Updates,
+)
+from fxrecals.doctoring.tensors import (
+    all_tensors,
+    bytes_of,
+    has_bytes,
+    is_tensor,
+    leaves,
+    nodes_of,
+    total_bytes,
 )
 
 ACCELERATORS = ("cuda", "xpu")
@@ -126,72 +134,6 @@ class _Entry:
         return self.packed is not None and self.packed() is not None
 
 
-@dataclass
-class _Gradients:
-    """The parameters of one optimizer, and what its gradients were when last looked at."""
-
-    name: str
-    line: str
-    optimizer: weakref.ref[Any] | None = None
-    parameters: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    seen: dict[int, tuple[int | None, int]] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
-    had: set[int] = field(default_factory=set)
-    was_reset: bool = True
-    count: int = 0
-    added: int = 0
-    zeroed: int = 0
-    most_nbytes: int = 0
-    state_nbytes: int = 0
-
-    def alive(self) -> list[Tensor]:
-        return [p for ref in self.parameters.values() if (p := ref()) is not None]
-
-    def look(self) -> None:
-        """Notes what the gradients are now."""
-        self.seen = {id(p): _state(p.grad) for p in self.alive() if p.grad is not None}
-        self.had |= self.seen.keys()
-        grads = [p.grad for p in self.alive() if p.grad is not None]
-        self.most_nbytes = max(self.most_nbytes, _nbytes(grads))
-
-    def compare(self, is_backward: bool) -> None:
-        """Notes whether someone reset the gradients since they were looked at."""
-        if not self.seen:
-            return
-        known = [p for p in self.alive() if id(p) in self.seen]
-        kept = [p.grad for p in known if p.grad is not None]
-        if len(kept) < len(known) or any(map(self._was_replaced, known)):
-            self.was_reset = True
-        changed = [p.grad for p in known if p.grad is not None and self._has_changed(p)]
-        if kept and len(changed) == len(kept) and not any(map(_has_values, changed)):
-            self.was_reset = True
-            self.zeroed += is_backward
-
-    def _was_replaced(self, parameter: Tensor) -> bool:
-        grad = parameter.grad
-        return grad is not None and _state(grad)[0] != self.seen[id(parameter)][0]
-
-    def _has_changed(self, parameter: Tensor) -> bool:
-        grad = parameter.grad
-        return grad is not None and _state(grad) != self.seen[id(parameter)]
-
-    def update(self) -> None:
-        """An update of the parameters is about to happen."""
-        if self.count and not self.was_reset and self.seen:
-            self.added += 1
-        self.count += 1
-        self.was_reset = False
-
-
-def _state(grad: Tensor) -> tuple[int | None, int]:
-    return _torch.storage_key(grad), _torch.version(grad)
-
-
-def _has_values(grad: Tensor) -> bool:
-    with torch.no_grad():
-        return bool(grad.any()) if _torch.has_storage(grad) else True
-
-
 class Observer:
     """Everything that is noted while steps run."""
 
@@ -214,8 +156,8 @@ class Observer:
         self._backwards: list[Backward] = []
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._called: set[int] = set()
-        self._groups: dict[int, _Gradients] = {}
-        self._alone = _Gradients("", "")
+        self._groups: dict[int, Gradients] = {}
+        self._alone = Gradients("", "")
         self._born: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._older: list[weakref.ref[Tensor]] = []
         self._cycles: dict[str, Cycle] = {}
@@ -253,7 +195,7 @@ class Observer:
     # --- steps ---------------------------------------------------------------------------------
 
     def _find_what_is_there(self) -> None:
-        tensors = _tensors()
+        tensors = all_tensors()
         self._older = [weakref.ref(tensor) for tensor in tensors]
         self._label(tensors, BEFORE)
         self._note_outside(tensors)
@@ -272,7 +214,7 @@ class Observer:
     def end(self) -> None:
         """A step has ended: collects, and notes what is still alive."""
         for optimizer in self._groups.values():
-            optimizer.state_nbytes = _state_nbytes(optimizer)
+            optimizer.look_at_state()
         self._collect()
         self._note_living()
         modules = [(name, m) for root in self._roots() for name, m in _named(root)]
@@ -289,11 +231,11 @@ class Observer:
             gc.set_debug(flags)
         found = gc.garbage[before:]
         del gc.garbage[before:]
-        tensors = [x for x in found if _is_tensor(x)]
-        storages = [(_torch.weak_storage(x), _bytes_of(x)) for x in tensors if _has_bytes(x)]
+        tensors = [x for x in found if is_tensor(x)]
+        storages = [(_torch.weak_storage(x), bytes_of(x)) for x in tensors if has_bytes(x)]
         unique = {ref.cdata: (ref, nbytes) for ref, nbytes in storages}
         held = sum(entry.saved.nbytes for entry in self._entries if entry.is_alive)
-        largest = max(tensors, key=_bytes_of, default=None)
+        largest = max(tensors, key=bytes_of, default=None)
         noted = self._describe(largest, found) if largest is not None else None
         largest = None
         tensors.clear()
@@ -318,7 +260,7 @@ class Observer:
     def _note_living(self) -> None:
         """Notes new tensors, and which nodes of living graphs are of this step."""
         packed = self._packed_ids()
-        living = [x for x in _tensors() if id(x) not in packed]
+        living = [x for x in all_tensors() if id(x) not in packed]
         for tensor in living:
             known = self._born.get(id(tensor))
             if known is None or known[0]() is not tensor:
@@ -331,7 +273,7 @@ class Observer:
         """Notes in which step the nodes of their graphs were made."""
         seen: set[Any] = set()
         for tensor in tensors:
-            for node in _nodes(tensor, seen):
+            for node in nodes_of(tensor, seen):
                 node.metadata.setdefault(LABEL, number)
 
     def _packed_ids(self) -> set[int]:
@@ -412,7 +354,7 @@ class Observer:
         if self._depth or self._in_backward is not None:
             return
         index = len(self._calls) - 1
-        nodes = {x.grad_fn for x in _leaves(result) if x.grad_fn is not None}
+        nodes = {x.grad_fn for x in leaves(result) if x.grad_fn is not None}
         if nodes:
             self._calls[index] = replace(self._calls[index], builds_graph=True)
         for node in nodes:
@@ -448,13 +390,13 @@ class Observer:
         finally:
             self._in_backward = None
             grads = [p.grad for group in groups for p in group.alive() if p.grad is not None]
-            self._gradient_nbytes = max(self._gradient_nbytes, _nbytes(grads))
+            self._gradient_nbytes = max(self._gradient_nbytes, total_bytes(grads))
             for group in groups:
                 group.look()
                 changed = (id(p) for p in group.alive() if _torch.version(p) != versions[id(p)])
                 group.had |= set(changed)  # an update within the backward took the gradient away
 
-    def _all_groups(self) -> list[_Gradients]:
+    def _all_groups(self) -> list[Gradients]:
         """Optimizers that have stepped; parameters of modules that none of them has."""
         owned = {key for group in self._groups.values() for key in group.parameters}
         for root in self._roots():
@@ -482,7 +424,7 @@ class Observer:
         if id(optimizer) not in self._groups:
             _, line = holders.lines(sys._getframe(1))
             self._note_scopes(sys._getframe(1))
-            group = _Gradients(type(optimizer).__name__, line, weakref.ref(optimizer))
+            group = Gradients(type(optimizer).__name__, line, weakref.ref(optimizer))
             self._groups[id(optimizer)] = group
         group = self._groups[id(optimizer)]
         for each in optimizer.param_groups:
@@ -521,7 +463,7 @@ class Observer:
         workers = getattr(iterator, "_num_workers", 0)
         prefetch = getattr(iterator, "_prefetch_factor", None) or 0
         was = self._loaders.get(id(iterator), Loader(line, workers, prefetch, 1, 0, 0))
-        nbytes = max(was.batch_nbytes, _nbytes(_leaves(batch)))
+        nbytes = max(was.batch_nbytes, total_bytes(leaves(batch)))
         self._loaders[id(iterator)] = replace(was, batches=was.batches + 1, batch_nbytes=nbytes)
         if was.batches == 0:
             weakref.finalize(iterator, self._retire, id(iterator))
@@ -546,7 +488,7 @@ class Observer:
             kept=tuple(kept),
             cycles=tuple(self._cycles.values()),
             parameters=tuple(self._parameters()),
-            updates=tuple(_updates(group) for group in groups if group.count),
+            updates=tuple(group.updates() for group in groups if group.count),
             hooks=tuple(self._grown_hooks()),
             cache_calls=tuple(self._cache_calls.values()),
             copies=tuple(self._copies.values()),
@@ -560,7 +502,7 @@ class Observer:
         for group in self._groups.values():
             parameters |= {id(p): p for p in group.alive()}
         return {
-            "parameters": _nbytes(list(parameters.values())),
+            "parameters": total_bytes(list(parameters.values())),
             "gradients": self._gradient_nbytes,
             "optimizer state": sum(group.state_nbytes for group in self._groups.values()),
             "saved for the backward": self._peak_nbytes,
@@ -580,7 +522,7 @@ class Observer:
                 shown = f"{type(_torch.original(root)).__name__}.{name}"
                 is_routed = name.rpartition(".")[0] in routed
                 had_one = id(p) in had or p.grad is not None
-                yield Parameter(shown, _bytes_of(p), dtype, p.requires_grad, had_one, is_routed)
+                yield Parameter(shown, bytes_of(p), dtype, p.requires_grad, had_one, is_routed)
 
     def _was_trained(self, module: nn.Module) -> bool:
         return any(self._call_modules[i] == id(module) for i in self._used)
@@ -620,7 +562,7 @@ class Observer:
         """Bytes, nodes and steps of each group. What a graph has saved counts for the first."""
         kept, counted, seen = [], set(), set()
         for name, pairs in grouped.items():
-            nodes = [node for tensor, _ in pairs for node in _nodes(tensor, seen)]
+            nodes = [node for tensor, _ in pairs for node in nodes_of(tensor, seen)]
             steps = {born for _, born in pairs}
             steps |= {node.metadata[LABEL] for node in nodes if LABEL in node.metadata}
             steps.discard(BEFORE)
@@ -628,7 +570,7 @@ class Observer:
             new = {x.storage: x.nbytes for x in alive if nodes and x.storage not in counted}
             counted |= new.keys()
             line, is_bounded = about[name]
-            nbytes, order = _nbytes([tensor for tensor, _ in pairs]), tuple(sorted(steps))
+            nbytes, order = total_bytes([tensor for tensor, _ in pairs]), tuple(sorted(steps))
             kept.append(Kept(name, line, nbytes, sum(new.values()), len(nodes), order, is_bounded))
         for node in seen:
             node.metadata.pop(LABEL, None)
@@ -644,7 +586,7 @@ class Observer:
         plain = {step for x, step in living if x.grad_fn is None and x.numel() > 1}
         if len(plain) < LEAST_STEPS:  # what has no graph is no fault if it does not grow
             living = [(x, step) for x, step in living if x.grad_fn is not None]
-        living.sort(key=lambda pair: (pair[0].grad_fn is None, -_bytes_of(pair[0])))
+        living.sort(key=lambda pair: (pair[0].grad_fn is None, -bytes_of(pair[0])))
         by_step: dict[int, list[tuple[Tensor, int]]] = {}
         for pair in living:
             by_step.setdefault(pair[1], []).append(pair)
@@ -663,9 +605,9 @@ class Observer:
             for p in group.alive():
                 found |= {id(p), *_plain_gradient(p)}
             for state in list(optimizer.state.values()) if optimizer is not None else ():
-                found |= {id(x) for x in _leaves(state)}
+                found |= {id(x) for x in leaves(state)}
         if self.example is not None:
-            found |= {id(x) for x in _leaves(self.example.args) if x.grad_fn is None}
+            found |= {id(x) for x in leaves(self.example.args) if x.grad_fn is None}
         return found
 
 
@@ -707,62 +649,15 @@ def _patched(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None
             delattr(owner, name)
 
 
-def _is_tensor(x: Any) -> bool:
-    return issubclass(type(x), Tensor)
-
-
-def _tensors() -> list[Tensor]:
-    """All tensors that Python knows of, but what was frozen."""
-    kinds = {Tensor, *_subclasses(Tensor)}  # a look-up is quicker than a check, a million times
-    return [x for x in gc.get_objects() if type(x) in kinds]
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _subclasses(each)
-
-
-def _has_bytes(tensor: Tensor) -> bool:
-    return _torch.storage_key(tensor) is not None
-
-
 def _plain_gradient(parameter: Tensor) -> tuple[int, ...]:
     """The gradient by its `id`, if there is one and it has no graph of its own."""
     grad = parameter.grad if parameter.is_leaf else None
     return (id(grad),) if grad is not None and grad.grad_fn is None else ()
 
 
-def _bytes_of(tensor: Tensor) -> int:
-    return _torch.storage_bytes(tensor)
-
-
-def _nbytes(tensors: Sequence[Any]) -> int:
-    """Of their storages, each once."""
-    unique = {_torch.storage_key(x): _bytes_of(x) for x in tensors if _has_bytes(x)}
-    return sum(unique.values())
-
-
-def _leaves(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if _is_tensor(x)]
-
-
-def _nodes(tensor: Tensor, seen: set[Any]) -> list[Any]:
-    """Nodes of a tensor's graph that are not in `seen`, without those of leaves."""
-    found, open_ = [], [tensor.grad_fn]
-    while open_:
-        node = open_.pop()
-        if node is None or node in seen or hasattr(node, "variable"):
-            continue
-        seen.add(node)
-        found.append(node)
-        open_ += (following for following, _ in node.next_functions)
-    return found
-
-
 def _grew(tensor: Tensor) -> bool:
     """Whether a tensor's graph has nodes of an examined step."""
-    return any(node.metadata.get(LABEL, BEFORE) > BEFORE for node in _nodes(tensor, set()))
+    return any(node.metadata.get(LABEL, BEFORE) > BEFORE for node in nodes_of(tensor, set()))
 
 
 def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -788,25 +683,6 @@ def _routed(root: nn.Module, called: set[int]) -> set[str]:
                 for below, _ in child.named_modules()
             }
     return found
-
-
-def _state_nbytes(group: _Gradients) -> int:
-    optimizer = group.optimizer() if group.optimizer is not None else None
-    return _nbytes(_leaves(list(optimizer.state.values()))) if optimizer is not None else 0
-
-
-def _updates(group: _Gradients) -> Updates:
-    with_gradient = [p for p in group.alive() if id(p) in group.had]
-    return Updates(
-        group.name,
-        group.line,
-        group.count,
-        group.added,
-        group.zeroed,
-        group.most_nbytes,
-        _nbytes(with_gradient),
-        group.state_nbytes,
-    )
 
 
 def _merged(loaders: Any) -> tuple[Loader, ...]:
