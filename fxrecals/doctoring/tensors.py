@@ -18,9 +18,9 @@ def is_tensor(x: Any) -> bool:
 
 
 def all_tensors() -> list[Tensor]:
-    """All tensors that Python knows of, but what was frozen."""
+    """All tensors that Python knows of and that have memory, but what `gc` has frozen."""
     kinds = {Tensor, *_subclasses(Tensor)}  # a look-up is quicker than a check, a million times
-    return [x for x in gc.get_objects() if type(x) in kinds]
+    return [x for x in gc.get_objects() if type(x) in kinds and not _torch.is_fake(x)]
 
 
 def _subclasses(kind: type) -> Iterator[type]:
