@@ -212,6 +212,34 @@ def test_nothing_of_the_steps_is_held_afterwards() -> None:
     assert [ref() for ref in seen] == [None] * 5
 
 
+def test_a_graph_that_lives_on_can_be_used_and_holds_nothing_else() -> None:
+    model, _, x = programs.parts()
+    graphs: list[Tensor] = []
+
+    class Local:
+        pass
+
+    mine = Local()
+    known = weakref.ref(mine)
+
+    def step() -> None:
+        graphs.append(model(x).square().mean())
+
+    def examine(local: Local) -> None:
+        assert fxrecals.doctor(step, plan=False).findings
+
+    examine(mine)
+    del mine
+    gc.collect()
+    assert known() is None
+    graphs[0].backward()
+    found = [p.grad for p in model.parameters()]
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    assert all(
+        grad is not None and torch.equal(grad, e) for grad, e in zip(found, expected, strict=True)
+    )
+
+
 def test_transforms_that_refuse_saved_tensor_hooks_work() -> None:
     model, optimizer, x = programs.parts()
 

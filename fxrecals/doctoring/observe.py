@@ -85,12 +85,15 @@ def observe(step: Callable[[], Any], steps: int) -> tuple[Record, Example | None
         What was seen; and the last call of a module that was trained, with its arguments.
     """
     observer = Observer(_callers(), step, steps)
-    with observer.watching():
-        for number in range(steps):
-            observer.begin(number)
-            step()
-            observer.end()
-    return observer.record(steps), observer.example
+    try:
+        with observer.watching():
+            for number in range(steps):
+                observer.begin(number)
+                step()
+                observer.end()
+        return observer.record(steps), observer.example
+    finally:
+        observer.forget()
 
 
 def _callers() -> list[types.FrameType]:
@@ -191,6 +194,14 @@ class Observer:
                 stack.enter_context(_patched(Tensor, "to", self._copy))
                 stack.enter_context(_patched(Tensor, "cuda", self._copy))
             yield
+
+    def forget(self) -> None:
+        """Lets everything go: graphs that live on hold the hooks, and so this object."""
+        self.frames, self.example = [], None
+        for entry in self._entries:
+            entry.packed = None  # and with it the call when it dies
+        for noted in (self._entries, self._live, self._outside, self._born, self._older):
+            noted.clear()
 
     # --- steps ---------------------------------------------------------------------------------
 
