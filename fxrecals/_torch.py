@@ -1153,3 +1153,91 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         _is_quiet.reset(token)
+
+
+# --- watching a training program (torch 2.13) ---------------------------------------------------
+
+
+@contextmanager
+def backwards_observed(around: Callable[..., Any]) -> Iterator[None]:
+    """Calls ``around(run, roots, keep_graph, create_graph)`` for each backward; `run` runs it.
+
+    `_engine_run_backward`, which `backward()` and `torch.autograd.grad` both call. Read in torch
+    2.13, `autograd/__init__.py`.
+    """
+    module: Any = torch.autograd
+    original_run = module._engine_run_backward
+
+    def run(roots: Any, gradients: Any, keep: Any, create: Any, *args: Any, **kwargs: Any) -> Any:
+        now = partial(original_run, roots, gradients, keep, create, *args, **kwargs)
+        return around(now, roots, bool(keep), bool(create))
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = original_run
+
+
+@contextmanager
+def saved_tensors_observed(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Iterator[None]:
+    """Saved-tensor hooks under which transforms that refuse such hooks work, unobserved.
+
+    `torch.func.grad` raises where hooks are set already, unless it is told to let them be:
+    `_saved_tensors_hooks_disable`, read in torch 2.13, `csrc/autograd/init.cpp`.
+    """
+    c: Any = torch._C
+    module = c._autograd
+    disable = module._saved_tensors_hooks_disable
+    module._saved_tensors_hooks_disable = lambda message, *_: disable(message, False)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        module._saved_tensors_hooks_disable = disable
+
+
+@contextmanager
+def batches_observed(took: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Calls ``took(iterator, batch)`` for each batch that an iterator of a DataLoader gives.
+
+    `_BaseDataLoaderIter.__next__`, read in torch 2.13, `utils/data/dataloader.py`.
+    """
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    following = _BaseDataLoaderIter.__next__
+
+    def observed(self: Any) -> Any:
+        batch = following(self)
+        took(self, batch)
+        return batch
+
+    _BaseDataLoaderIter.__next__ = observed
+    try:
+        yield
+    finally:
+        _BaseDataLoaderIter.__next__ = following
+
+
+def keywords_of_call(frame: types.FrameType) -> dict[str, Any]:
+    """The keyword arguments of a module's call, seen from the frame that runs a global hook.
+
+    Global hooks are not given them. Read in torch 2.13, `nn/modules/module.py`, `_call_impl`.
+    """
+    return dict(frame.f_locals.get("kwargs", {}))
+
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
+
+
+def hooks_on(x: Any) -> int:
+    """How many hooks a module or a tensor has (torch 2.13)."""
+    return sum(len(getattr(x, name, None) or ()) for name in HOOKS)

@@ -48,6 +48,7 @@ LAYERS = {
         {"fitting"},
         {"monitoring"},
         {"fallback"},
+        {"doctoring"},
         {"__init__"},
         {"cli"},
         {"__main__"},
@@ -69,7 +70,7 @@ HALVES_BELOW = {
 NOT_FOR_TORCH = "solve"
 """Planning and running know of each other only through `planning` and `dynamo`."""
 
-FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals", "fit", "load", "monitor"}
+FUNCTIONS = {"plan", "rewrite", "backend", "compile", "doctor", "recals", "fit", "load", "monitor"}
 """Public functions: a module of that name would hide them."""
 
 
