@@ -204,7 +204,7 @@ class Tile:
         return sum(self.nbytes.values())
 
 
-def saved_tiles(plan: Plan, box: Box, smallest: float = 2e-4) -> tuple[Tile, ...]:
+def saved_tiles(plan: Plan, box: Box, smallest: float = 1e-3) -> tuple[Tile, ...]:
     """A treemap of what is kept for the backward, with the plan or without: blocks of the model,
     and the modules in them.
 
@@ -214,7 +214,7 @@ def saved_tiles(plan: Plan, box: Box, smallest: float = 2e-4) -> tuple[Tile, ...
     Args:
         plan: what is shown.
         box: the rectangle to fill.
-        smallest: modules with a smaller share of all bytes are summed up within their block.
+        smallest: blocks, and modules of a block, with a smaller share of all bytes are summed up.
     """
     found: dict[str, dict[str, dict[Fate, int]]] = {}
     tensors = list(_fates(plan))
@@ -223,10 +223,11 @@ def saved_tiles(plan: Plan, box: Box, smallest: float = 2e-4) -> tuple[Tile, ...
         each = found.setdefault(block, {}).setdefault(rest, {})
         each[fate] = each.get(fate, 0) + nbytes
     least = smallest * sum(nbytes for _, _, nbytes in tensors)
-    blocks = {block: _sum(modules.values()) for block, modules in found.items()}
+    blocks = _large({block: _sum(modules.values()) for block, modules in found.items()}, least)
     return tuple(
-        replace(tile, children=_tiles(_large(found[tile.name], least), tile.box))
+        replace(tile, children=_tiles(_large(modules, least), tile.box))
         for tile in _tiles(blocks, box)
+        for modules in [found.get(tile.name, {"": tile.nbytes})]
     )
 
 
@@ -266,11 +267,13 @@ def _sum(each: Iterable[Mapping[Fate, int]]) -> dict[Fate, int]:
     return found
 
 
-def _large(modules: Mapping[str, dict[Fate, int]], least: float) -> dict[str, dict[Fate, int]]:
+def _large(
+    modules: Mapping[str, Mapping[Fate, int]], least: float
+) -> Mapping[str, Mapping[Fate, int]]:
     """The modules that can be seen; the others as one."""
     large = {name: each for name, each in modules.items() if sum(each.values()) >= least}
     small = [each for name, each in modules.items() if name not in large]
-    return {**large, f"{len(small)} small modules": _sum(small)} if small else large
+    return {**large, f"({len(small)} smaller)": _sum(small)} if small else large
 
 
 def _tiles(modules: Mapping[str, Mapping[Fate, int]], box: Box) -> tuple[Tile, ...]:

@@ -283,26 +283,31 @@ def _add(
 
 
 def first_readers(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
-    """For each region the first op of the backward that reads what it makes, views apart; the op
-    in front of which it runs where there is none."""
-    found = [region.before for region in schedules.regions(graph, schedule)]
-    waiting: dict[str, int] = {}  # storage -> the region that made it last
-    region, inside = 0, False
+    """For each region the first op of the backward that reads what it makes, views apart; the next
+    op of the backward where only other regions do."""
+    found: list[str] = []
+    served: set[int] = set()
+    made_by: dict[str, int] = {}  # storage -> the region that made it last
+    waiting, inside = 0, False  # regions for which no op of the backward has come that is no view
     for name in schedule.backward:
         op = graph.op(name)
+        if op.phase is Phase.FORWARD:
+            made = () if op.is_view else made_storages(graph, op)
+            made_by.update(dict.fromkeys(made, len(found)))
+            inside = inside or not op.is_view
+            continue
+        if inside:
+            found.append(name)
+            inside, waiting = False, waiting + 1
         if op.is_view:
             continue
-        if op.phase is Phase.FORWARD:
-            waiting.update(dict.fromkeys(made_storages(graph, op), region))
-            inside = True
-            continue
-        region, inside = region + inside, False
-        read = {graph.values[value].storage for value in op.inputs} & waiting.keys()
-        served = {waiting[storage] for storage in read}
-        for each in served:
-            found[each] = name
-        if served:
-            waiting = {storage: each for storage, each in waiting.items() if each not in served}
+        found[len(found) - waiting :] = [name] * waiting
+        waiting = 0
+        for storage in {graph.values[value].storage for value in op.inputs} & made_by.keys():
+            region = made_by[storage]
+            if region not in served:
+                served.add(region)
+                found[region] = name
     return tuple(found)
 
 

@@ -62,6 +62,10 @@ def data(value: Any) -> Markup:
     return Markup(text)
 
 
+MOST = 200
+"""Rows of a table; more than that nobody reads, and browsers are slow with."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Of a table.
@@ -87,15 +91,19 @@ def table(
         caption: what it shows, for who cannot see the heading above it.
         columns: headers and kinds.
         rows: cells; an item after the last column is the class of the row.
-        most: rows past these are shown on demand.
+        most: rows past these are shown on demand, as far as `MOST`.
     """
     shown = rows if most is None or len(rows) <= most + 1 else rows[:most]
     found = _scrolled(caption, columns, shown)
     if len(shown) == len(rows):
         return found
-    rest = rows[len(shown) :]
-    more = element("summary", f"{len(rest)} more")
-    return joined(found, element("details", more, _scrolled(caption, columns, rest)))
+    rest = rows[len(shown) : MOST]
+    more = element("summary", f"{len(rows) - len(shown)} more")
+    left = f"and {len(rows) - MOST} more that are not listed" if len(rows) > MOST else ""
+    return joined(
+        found,
+        element("details", more, _scrolled(caption, columns, rest), element("p", left, cls="soft")),
+    )
 
 
 def _scrolled(caption: str, columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> Markup:

@@ -38,7 +38,7 @@ SPANS = 800
 """Places in the width of a chart; runs that share one are shown by the one with the most bytes."""
 
 ROWS = 24
-"""Of the table that says what the chart of live bytes shows."""
+"""Of the tables that say what a chart shows."""
 
 SIDE = 1000
 """Units of an SVG in either direction."""
@@ -73,10 +73,13 @@ def memory(plan: Plan) -> Markup:
     top = _top(max(*most, 1), _limit_line(plan))
     plot = element(
         "div",
-        _svg(_gridlines(top), _stack(spans, top, peak), _outline(others, top, peak)),
+        _svg(
+            _gridlines(top),
+            _stack(spans, top, peak),
+            _outline(others, top, peak) if plan.regions else "",
+        ),
         _limit(plan, top),
-        _mark(_highest(before, peak), end, top, peak, "other", "without recompute"),
-        _mark(_highest(planned, peak), end, top, peak, "", "peak"),
+        *_marks(plan, planned, before, end, top),
         element("div", cls="cursor", hidden=True),
         cls="plot",
     )
@@ -108,10 +111,6 @@ def _about(plan: Plan) -> str:
 
 def _largest(runs: Sequence[Moment]) -> int:
     return max(sum(m.nbytes.values()) for m in runs)
-
-
-def _highest(runs: Sequence[Moment], peak: Peak) -> Moment:
-    return max(runs, key=lambda m: m.total(peak))
 
 
 def _limit_line(plan: Plan) -> int | None:
@@ -196,8 +195,13 @@ def _ticks_y(top: float, name: Callable[[float], str]) -> Markup:
 
 
 def _ticks_x(end: float, name: Callable[[float], str]) -> Markup:
-    ticks = (element("span", name(t), style=_left(t, end)) for t in _nice(end))
+    ticks = (element("span", name(t), style=_left(t, end), cls=_side(t / end)) for t in _nice(end))
     return element("div", *ticks, cls="ticks-x", aria_hidden="true")
+
+
+def _side(share: float) -> str | None:
+    """The class of a text that would else stick out at an edge."""
+    return "left" if share < 0.06 else "right" if share > 0.94 else None
 
 
 def _round_bytes(nbytes: float) -> str:
@@ -232,8 +236,18 @@ def _limit(plan: Plan, top: float) -> Markup | str:
     return element("div", label, cls="limit", style=f"bottom:{100 * limit / top:.2f}%")
 
 
+def _marks(
+    plan: Plan, planned: Sequence[Moment], before: Sequence[Moment], end: float, top: float
+) -> Iterator[Markup]:
+    """The peak, and that without recompute where there is room for both names."""
+    here, other = (max(runs, key=lambda m: m.total(plan.peak)) for runs in (planned, before))
+    apart = abs(other.total(plan.peak) - here.total(plan.peak)) > top / 14
+    if plan.regions and (apart or abs(other.since - here.since) > end / 4):
+        yield _mark(other, end, top, plan.peak, "other", "without recompute")
+    yield _mark(here, end, top, plan.peak, "", "peak")
+
+
 def _mark(at: Moment, end: float, top: float, peak: Peak, kind: str, name: str) -> Markup:
-    """A point at a peak, with its bytes."""
     share, nbytes = (at.since + at.until) / 2 / end, at.total(peak)
     side = "left" if share < 0.12 else "right" if share > 0.88 else ""
     return element(
@@ -299,7 +313,7 @@ def _legend(plan: Plan, runs: Sequence[Moment]) -> Markup:
         if any(m.nbytes[category] for m in runs)
     ]
     line = element("li", "without recompute", cls="stroke", style="--c:var(--before)")
-    return element("ul", *items, line, cls="legend")
+    return element("ul", *items, line if plan.regions else "", cls="legend")
 
 
 def _spans_data(plan: Plan, spans: Sequence[Moment | None], before: Sequence[Moment]) -> Markup:
@@ -385,7 +399,7 @@ def treemap(plan: Plan) -> Markup:
     summary = element("summary", "The same as a table")
     caption = "Bytes kept for the backward, by block"
     return element(
-        "figure", legend, area, element("details", summary, table(caption, columns, rows))
+        "figure", legend, area, element("details", summary, table(caption, columns, rows, ROWS))
     )
 
 
@@ -418,7 +432,7 @@ def _leaf(block: Tile, tile: Tile) -> Markup:
     return element(
         "div",
         element("div", *parts, cls="parts"),
-        element("span", tile.name or block.name),
+        element("span", tile.name) if tile.name else "",
         cls="tile",
         style=_place(tile.box, block.box),
         tabindex=0,
