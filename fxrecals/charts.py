@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from fxrecals.composition import ACTIVATIONS, Category, compose
 from fxrecals.ir import Graph, Op, Peak, Phase
-from fxrecals.report import half_of, kept_between, made_storages
+from fxrecals.report import kept_between, made_storages
 from fxrecals.schedule import Region, Schedule
-from fxrecals.timeline import simulate
 
 if TYPE_CHECKING:
     from fxrecals.plans import Plan
@@ -67,16 +66,21 @@ def is_timed(graph: Graph) -> bool:
     return graph.seconds > 0
 
 
+AGAIN = "again"
+"""As the half of a recompute."""
+
+
 def moments(graph: Graph, schedule: Schedule) -> tuple[Moment, ...]:
     """Every run of a step, in order."""
-    timeline, found = simulate(graph, schedule), compose(graph, schedule)
+    found = compose(graph, schedule)
     timed, now = is_timed(graph), 0.0
     made: list[Moment] = []
-    for run, step in enumerate(timeline.steps):
-        op = graph.op(step.op)
+    for run, name in enumerate(schedule.runs):
+        op = graph.op(name)
+        again = op.phase is Phase.FORWARD and run >= len(schedule.forward)
         until = now + op.seconds if timed else run + 1.0
         nbytes = {category: found[category][run] for category in Category}
-        made.append(Moment(run, op, half_of(timeline, run), now, until, nbytes))
+        made.append(Moment(run, op, AGAIN if again else op.phase.value, now, until, nbytes))
         now = until
     return tuple(made)
 
@@ -143,7 +147,7 @@ def _stretches(runs: Iterable[Moment]) -> Iterator[tuple[float, float]]:
             if since is not None:
                 yield since, until
             since = None
-        elif moment.half == "again" and not moment.op.is_view:
+        elif moment.half == AGAIN and not moment.op.is_view:
             since = moment.since if since is None else since
             until = moment.until
 

@@ -2,7 +2,7 @@
 
 `timeline` says how many bytes are alive at each run; this sorts the same bytes by why they are.
 
-    >>> from fxrecals.ir import Op, Phase
+    >>> from fxrecals.ir import Op
     >>> values = {n: Value(n, 8, n) for n in "abc"} | {"x": Value("x", 8, "x", Kind.PRIMAL)}
     >>> ops = (
     ...     Op("f", "sin", ("x",), ("a",), Phase.FORWARD),
@@ -17,13 +17,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
 
-from fxrecals.ir import Graph, Kind, Value
+from fxrecals.ir import Graph, Kind, Phase, Value
 from fxrecals.schedule import Schedule
-from fxrecals.timeline import Lifetime, Timeline, lifetimes, simulate
+from fxrecals.timeline import Lifetime, lifetimes
 
 
 class Category(str, Enum):
@@ -50,27 +50,25 @@ def compose(graph: Graph, schedule: Schedule) -> Mapping[Category, tuple[int, ..
         graph: as for `timeline.simulate`.
         schedule: as for `timeline.simulate`.
     """
-    timeline = simulate(graph, schedule)
-    changes = {category: [0] * (len(timeline.steps) + 1) for category in Category}
+    runs = schedule.runs
+    changes = {category: [0] * (len(runs) + 1) for category in Category}
     for life in lifetimes(graph, schedule):
-        change = changes[category_of(life, timeline)]
+        change = changes[_category(life, graph, runs, len(schedule.forward))]
         change[life.born] += life.value.nbytes
         if life.dies is not None:
             change[life.dies + 1] -= life.value.nbytes
     found = {category: tuple(accumulate(change[:-1])) for category, change in changes.items()}
-    scratch = tuple(graph.op(step.op).scratch_bytes for step in timeline.steps)
-    return {**found, Category.SCRATCH: scratch}
+    return {**found, Category.SCRATCH: tuple(graph.op(name).scratch_bytes for name in runs)}
 
 
-def category_of(life: Lifetime, timeline: Timeline) -> Category:
-    """Why one allocation of `timeline`'s schedule is alive."""
+def _category(life: Lifetime, graph: Graph, runs: Sequence[str], forward_runs: int) -> Category:
     if life.value.kind is Kind.GRADIENT:
         return Category.GRADIENT
-    if timeline.steps[life.born].again:
-        return Category.RECOMPUTED
-    forward = timeline.forward_runs
-    stays = life.dies is None or life.dies >= forward
-    return Category.SAVED if life.born < forward and stays else Category.TEMPORARY
+    if life.born < forward_runs:
+        stays = life.dies is None or life.dies >= forward_runs
+        return Category.SAVED if stays else Category.TEMPORARY
+    again = graph.op(runs[life.born]).phase is Phase.FORWARD
+    return Category.RECOMPUTED if again else Category.TEMPORARY
 
 
 def alive_at(graph: Graph, schedule: Schedule, run: int) -> tuple[tuple[Value, int, Category], ...]:
@@ -85,11 +83,14 @@ def alive_at(graph: Graph, schedule: Schedule, run: int) -> tuple[tuple[Value, i
         For each storage the first value in it, the index of the run that made it, and its
         category.
     """
-    timeline = simulate(graph, schedule)
+    runs = schedule.runs
     alive: Iterable[Lifetime] = (
         life
         for life in lifetimes(graph, schedule)
         if life.born <= run and (life.dies is None or life.dies >= run)
     )
     largest = sorted(alive, key=lambda life: -life.value.nbytes)
-    return tuple((life.value, life.born, category_of(life, timeline)) for life in largest)
+    return tuple(
+        (life.value, life.born, _category(life, graph, runs, len(schedule.forward)))
+        for life in largest
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fxrecals.charts import (
+    AGAIN,
     Bar,
     Box,
     Fate,
@@ -334,7 +335,7 @@ def _spans_data(plan: Plan, spans: Sequence[Moment | None], before: Sequence[Mom
 
 
 def _moment_text(moment: Moment, peak: Peak, without: dict[str, int]) -> str:
-    op, again = moment.op, moment.half == "again"
+    op, again = moment.op, moment.half == AGAIN
     half = "runs again" if again else f"in the {moment.half}"
     name = "your loss" if Trait.CALLER in op.traits else short_name(op)
     parts = [f"{format_bytes(n)} {NAMES[category]}" for category, n in moment.nbytes.items() if n]
