@@ -16,12 +16,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from sympy import Integer
 from torch import Tensor, fx
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 
 # --- joint graphs: which placeholder is what (torch 2.13) -------------------------------------
@@ -505,13 +506,23 @@ def alias(tensor: Tensor) -> Tensor:
     """Another tensor in the same place, without a graph, whose version counts the same writes.
 
     Below the key ADInplaceOrView, where dispatch modes run, a `detach` would count its own. Guards
-    read in torch 2.13, `torch/csrc/utils/init.cpp`.
+    read in torch 2.13, `torch/csrc/utils/init.cpp`; the first holds until it is deleted.
     """
     c: Any = torch._C
-    counting = c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
-    included, excluded = c._dispatch_tls_local_include_set(), c._dispatch_tls_local_exclude_set()
-    with c._ForceDispatchKeyGuard(included, excluded - counting):
-        return tensor.detach()
+    counting = c._SetExcludeDispatchKeyGuard(c.DispatchKey.ADInplaceOrView, False)
+    try:
+        with unseen():
+            return tensor.detach()
+    finally:
+        del counting
+
+
+def unseen() -> Any:
+    """A context in which no dispatch mode sees what runs.
+
+    `_DisableTorchDispatch`, read in torch 2.13, `csrc/utils/init.cpp`.
+    """
+    return torch._C._DisableTorchDispatch()
 
 
 def negated(tensor: Tensor) -> Tensor:
@@ -558,13 +569,22 @@ def gradients_made_by(node: Any) -> list[tuple[int, Tensor]]:
     return [(nbytes, parameter) for nbytes, parameter in due if nbytes not in others]
 
 
-def rounds_otherwise_when_watched(node: Any) -> bool:
-    """Whether a node takes another formula under a dispatch mode, and rounds otherwise.
+_ONLY_TURN = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "UnsqueezeBackward0")
+_ROUND_OTHERWISE = ("ProdBackward0", "ProdBackward1", "CumprodBackward0")
 
-    `areAnyTensorSubclassLike`, read in torch 2.13, `csrc/autograd/FunctionsManual.cpp`; the other
-    formulas that ask for it round alike.
+
+def may_be_watched(node: Any) -> bool:
+    """Whether there is a use in watching a node of a backward, and no harm.
+
+    No use where it turns a view and no more. Harm where it takes another formula under a dispatch
+    mode, and rounds otherwise: `areAnyTensorSubclassLike`, read in torch 2.13,
+    `csrc/autograd/FunctionsManual.cpp`; the other formulas that ask for it round alike. And where
+    it traces its backward, as `torch.cond` does: `_higher_order_ops/cond.py`.
     """
-    return node.name().startswith(("ProdBackward", "CumprodBackward"))
+    maker = getattr(node, "_forward_cls", None)
+    if maker is not None and maker.__module__.startswith("torch._higher_order_ops"):
+        return False
+    return node.name() not in (*_ONLY_TURN, *_ROUND_OTHERWISE)
 
 
 def push_mode(mode: Any) -> None:
@@ -573,10 +593,8 @@ def push_mode(mode: Any) -> None:
     Autograd restores the stack after each node of a backward. `_push_mode`, read in torch 2.13,
     `utils/_python_dispatch.py`.
     """
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
-
-    if not any(other is mode for other in _get_current_dispatch_mode_stack()):
-        _push_mode(mode)
+    if not any(other is mode for other in _python_dispatch._get_current_dispatch_mode_stack()):
+        _python_dispatch._push_mode(mode)
 
 
 def count_writes(tensors: list[Tensor]) -> None:
@@ -630,12 +648,17 @@ def below_autograd() -> Iterator[None]:
 
     Guards read in torch 2.13, `torch/csrc/utils/init.cpp`.
     """
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_autocast_keys()):
+        yield
+
+
+@cache
+def _autocast_keys() -> Any:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     for name in _ABOVE[1:]:
         key = getattr(torch._C.DispatchKey, name, None)
         keys = keys if key is None else keys | torch._C.DispatchKeySet(key)
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys):
-        yield
+    return keys
 
 
 # --- measuring (torch 2.13) --------------------------------------------------------------------

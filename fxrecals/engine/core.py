@@ -101,11 +101,14 @@ class Engine:
 
     # --- ops ----------------------------------------------------------------------------------
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the ops that this thread runs now are the engine's own."""
+        return self._memory.desk.is_mine
+
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op of the forward: under the limit, and on the tape."""
         kind = kind_of(op)
-        if kind.only_views or self._memory.desk.is_mine:
-            return op(*args, **kwargs)
         with self._memory.desk:
             self._memory.clock += 1
             self._memory.cursor = None
@@ -131,7 +134,7 @@ class Engine:
     def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op on tensors of other kinds: what it writes to is all that is seen of it."""
         kind = kind_of(op)
-        if not kind.writes or self._memory.desk.is_mine:
+        if not kind.writes:
             return op(*args, **kwargs)
         with self._memory.desk:
             written = self._about_to_write(kind, args, kwargs)
@@ -140,15 +143,23 @@ class Engine:
             self._overwrite(kind, None, written)
         return result
 
+    def run_unknown(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs what is no op but a program, such as `torch.cond`: what it returns stays."""
+        result = op(*args, **kwargs)
+        with self._memory.desk:
+            for tensor in filter(is_plain, tensors_in(result)):
+                self._memory.meet(tensor, charged=True)
+                self._memory.make_room(Price((), 0, 0.0, True, tensor.device), op)
+        return result
+
     def account_for(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op of the backward: under the limit."""
         kind = kind_of(op)
-        if kind.only_views or self._memory.desk.is_mine:
-            return op(*args, **kwargs)
         with self._memory.desk:
             price = self._price(op, args, kwargs)
             written = self._about_to_write(kind, args, kwargs)
-            gradients = [size for size in price.sizes if size in self.gradients_due]
+            due = self.gradients_due
+            gradients = [size for size in price.sizes if size in due]
             self._memory.make_room(price, op, -sum(gradients))
         result = op(*args, **kwargs)
         with self._memory.desk:
@@ -159,7 +170,7 @@ class Engine:
                     storage = self._memory.meet(tensor, charged=not is_gradient)
                     if is_gradient:
                         gradients.remove(storage.nbytes)
-                        self.gradients_due.remove(storage.nbytes)
+                        due.remove(storage.nbytes)
             self._check(price, op)
         return result
 
@@ -213,7 +224,7 @@ class Engine:
             given = args[place] if isinstance(place, int) and place < len(args) else None
             given = kwargs.get(place) if isinstance(place, str) else given
             if isinstance(given, (tuple, list)):
-                _torch.count_writes(list(tensors_in(given)))  # which autograd does not do
+                _torch.count_writes(tensors_in(given))  # which autograd does not do
             for tensor in filter(is_plain, tensors_in(given)):
                 storage = self._memory.meet(tensor, charged=False)
                 self._copy_on_write(storage, tensor)
@@ -366,18 +377,19 @@ class Engine:
         alias = self._alias(wanted)
         if alias is not None:
             return alias
-        pinned: list[Value] = []
+        pinned: list[tuple[Value, Tensor]] = []  # an alias, as others may let go of it meanwhile
         waiting: list[tuple[Call, int]] = [(wanted.made_by, 0)]
         try:
             while waiting:
                 call, before = waiting[-1]
                 missing = None
                 for parent in call.parents:
-                    if self._alias(parent) is None:
+                    alias = self._alias(parent)
+                    if alias is None:
                         missing = parent
                         break
                     parent.pins += 1
-                    pinned.append(parent)
+                    pinned.append((parent, alias))
                 if missing is not None:
                     waiting.append((missing.made_by, len(pinned)))
                     continue
@@ -390,9 +402,9 @@ class Engine:
         assert alias is not None
         return alias
 
-    def _unpin(self, pinned: list[Value], down_to: int) -> None:
+    def _unpin(self, pinned: list[tuple[Value, Tensor]], down_to: int) -> None:
         while len(pinned) > down_to:
-            value = pinned.pop()
+            value, _ = pinned.pop()
             value.pins -= 1
             self._memory.rethink(value)
 
@@ -426,7 +438,7 @@ class Engine:
             else:
                 source, state = call.drawn_from
                 result = rng.replay_in_turn(state, source, call.op, *args, **kwargs)
-        made = list(tensors_in(result))
+        made = tensors_in(result)
         found = [(ref(), made[index]) for index, ref in call.made]
         found += [(ref(), own[id(old)]) for old, ref in call.wrote]
         for value, alias in found:

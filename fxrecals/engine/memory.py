@@ -233,9 +233,9 @@ class Memory:
         return ahead if ahead >= 0 else self.saved
 
     def _overflow(self, limit: int, needed: int, op: Any) -> None:
-        error = InfeasibleLimitError(limit, needed, op=str(op), so_far=True)
         if not self._exceeds:
-            raise error
+            raise InfeasibleLimitError(limit, needed, op=str(op), so_far=True)
         if not self._has_warned:
             self._has_warned = True
+            error = InfeasibleLimitError(limit, needed, op=str(op), so_far=True)
             warnings.warn(str(error), stacklevel=2)

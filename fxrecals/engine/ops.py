@@ -11,7 +11,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -222,12 +222,20 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def tensors_in(x: Any) -> Iterator[Tensor]:
+def tensors_in(x: Any) -> list[Tensor]:
     """The tensors in what an op takes or returns, in order."""
     if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for y in x:
-            yield from tensors_in(y)
-    elif isinstance(x, dict):
-        yield from tensors_in(tuple(x.values()))
+        return [x]
+    found: list[Tensor] = []
+    _gather(x, found)
+    return found
+
+
+def _gather(x: Any, found: list[Tensor]) -> None:
+    if not isinstance(x, (tuple, list)):
+        x = x.values() if isinstance(x, dict) else ()
+    for y in x:
+        if isinstance(y, Tensor):
+            found.append(y)
+        elif isinstance(y, (tuple, list, dict)):
+            _gather(y, found)

@@ -9,13 +9,14 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxrecals import _torch
 from fxrecals.engine import policies
 from fxrecals.engine.accounts import Accounts, counted, read_limit
 from fxrecals.engine.core import Engine, Stats
-from fxrecals.engine.ops import is_plain, tensors_in
+from fxrecals.engine.ops import is_plain, kind_of, tensors_in
 from fxrecals.errors import OptionError
 from fxrecals.units import DeviceLimits, Limit
 
@@ -113,6 +114,8 @@ _FEW = 256
 class _Watch(TorchDispatchMode):
     """Shows an engine the ops that run."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self._engine = engine
@@ -122,16 +125,23 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if types or not all(map(is_plain, tensors_in((args, kwargs)))):
-            return self._engine.pass_by(func, args, kwargs)
-        if _torch.is_in_backward():
-            return self._engine.account_for(func, args, kwargs)
-        result = self._engine.run(func, args, kwargs)
+        engine, kwargs = self._engine, kwargs or {}
+        if not isinstance(func, OpOverload):
+            result = engine.run_unknown(func, args, kwargs)
+        elif kind_of(func).only_views or engine.is_at_work:
+            result = func(*args, **kwargs)
+        elif types or not all(map(is_plain, tensors_in((args, kwargs)))):
+            return engine.pass_by(func, args, kwargs)
+        elif _torch.is_in_backward():
+            return engine.account_for(func, args, kwargs)
+        else:
+            result = engine.run(func, args, kwargs)
         self._note(result)
         return result
 
     def _note(self, result: Any) -> None:
+        if _torch.is_in_backward():
+            return
         self._made += map(weakref.ref, tensors_in(result))
         if len(self._made) > self._most:
             self._made = [ref for ref in self._made if ref() is not None]
@@ -148,6 +158,7 @@ def _follow(tensors: list[Tensor], engine: Engine) -> None:
     What a node puts on the stack of modes, autograd takes off after it.
     """
     watch = _Watch(engine)
+    enter = _enter(engine, watch, [])
     waiting = [t.grad_fn for t in tensors if t.grad_fn is not None]
     mark = f"fxrecals {id(engine)}"
     while waiting:
@@ -158,8 +169,9 @@ def _follow(tensors: list[Tensor], engine: Engine) -> None:
         parameter = getattr(node, "variable", None)
         if isinstance(parameter, nn.Parameter):
             node.register_hook(_discharge(engine, parameter))
-        elif parameter is None and not _torch.rounds_otherwise_when_watched(node):
-            node.register_prehook(_enter(engine, watch, _torch.gradients_made_by(node)))
+        elif parameter is None and _torch.may_be_watched(node):
+            made = _torch.gradients_made_by(node)
+            node.register_prehook(_enter(engine, watch, made) if made else enter)
         for below, _ in node.next_functions:
             if below is not None:
                 taken = getattr(below, "variable", None)

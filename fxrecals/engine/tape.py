@@ -128,13 +128,14 @@ class Ref:
 
     def within(self, alias: Tensor) -> Tensor:
         """This tensor, in the storage of `alias`."""
-        if alias.dtype is self.dtype and self.bits == (alias.is_conj(), alias.is_neg()):
-            return alias.as_strided(self.size, self.stride, self.offset)
-        made = torch.empty(0, dtype=self.dtype, device=alias.device)
-        made.set_(alias.untyped_storage(), self.offset, self.size, self.stride)
-        conjugated, negated = self.bits
-        made = torch.conj(made) if conjugated else made
-        return _torch.negated(made) if negated else made
+        with _torch.unseen():
+            if alias.dtype is self.dtype and self.bits == (alias.is_conj(), alias.is_neg()):
+                return alias.as_strided(self.size, self.stride, self.offset)
+            made = torch.empty(0, dtype=self.dtype, device=alias.device)
+            made.set_(alias.untyped_storage(), self.offset, self.size, self.stride)
+            conjugated, negated = self.bits
+            made = torch.conj(made) if conjugated else made
+            return _torch.negated(made) if negated else made
 
 
 class Idle:
@@ -274,7 +275,8 @@ class Desk:
         finally:
             self._owner = None
             self._lock.release()
-        self._if_idle()
+        if self._waiting:
+            self._if_idle()
 
     def post(self, event: Any, detail: Any) -> None:
         """Something happened."""
