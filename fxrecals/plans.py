@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from fxrecals import report, schedule
+from fxrecals import charts, page, report, schedule
 from fxrecals.errors import FxrecalsError
 from fxrecals.explanation import Explanation, explain
 from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, Where, bounded_graph
@@ -252,9 +252,25 @@ class Plan:
             f"the plan has layout {data['version']}; this fxrecals reads layout {VERSION}"
         )
 
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The plan as one HTML page that needs no network: live bytes over the step, what is kept
+        by module, what runs again and why.
+
+        Args:
+            path: a file that the page is written to, if given.
+
+        Returns:
+            The page.
+        """
+        text = page.text(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
     def export(self, folder: str | Path) -> Path:
-        """Writes the plan into a folder: ``plan.json``, ``plan.txt``, ``timeline.txt`` and, for a
-        plan made in this process, the rewritten forward and backward as Python.
+        """Writes the plan into a folder: ``plan.json``, ``plan.txt``, ``report.html``,
+        ``timeline.txt``, ``memory.csv`` and, for a plan made in this process, the rewritten
+        forward and backward as Python.
 
         Args:
             folder: made if it does not exist.
@@ -267,6 +283,8 @@ class Plan:
         (path / "plan.json").write_text(self.to_json())
         (path / "plan.txt").write_text(repr(self) + "\n")
         (path / "timeline.txt").write_text(report.timeline_text(self) + "\n")
+        (path / "memory.csv").write_text(charts.memory_csv(self), encoding="utf-8")
+        self.to_html(path / "report.html")
         if self.exporter is not None:
             self.exporter(self, path)
         return path

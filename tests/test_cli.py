@@ -164,6 +164,35 @@ def test_the_curve_is_drawn_where_matplotlib_is(
     assert "cannot be drawn" in capsys.readouterr().err
 
 
+def test_live_bytes_are_drawn_where_matplotlib_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.svg"
+    assert main([*OUTPUTS["plan.txt"], "--plot", str(path)]) == 0
+    assert "memory.svg" in capsys.readouterr().err
+    assert "<svg" in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["plan.txt", "pareto.txt"])
+def test_the_page_is_written_beside_what_is_printed(
+    name: str, tmp_path: Path, golden: Golden, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.html"
+    assert main([*OUTPUTS[name], "--html", str(path)]) == 0
+    printed = capsys.readouterr()
+    golden(name, printed.out)
+    assert "plan.html" in printed.err
+    assert path.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_page_that_cannot_be_written_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*OUTPUTS["plan.txt"], "--html", str(tmp_path / "none" / "plan.html")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_export_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["export", BLOCKS, "--limit", "40%", "--out", str(tmp_path / "out"), "--json"]
     assert main(command) == 0

@@ -18,6 +18,7 @@ LAYERS = {
         {"ir"},
         {"schedule"},
         {"timeline"},
+        {"composition"},
         {"solve"},
     ),
     "torch": (
@@ -32,7 +33,7 @@ LAYERS = {
         {"halves"},
         {"engine"},
     ),
-    "view": ({"report"}, {"explanation", "plot"}),
+    "view": ({"report"}, {"explanation", "charts"}, {"plot", "page"}),
     "top": (
         {"plans"},
         {"package"},

@@ -18,6 +18,7 @@ from fxrecals.errors import FxrecalsError, InfeasibleLimitError, OptionError
 EXAMPLES = """
 examples:
   fxrecals plan train:make --limit 4GB
+  fxrecals plan train:make --limit 4GB --html plan.html
   fxrecals pareto train:make --plot curve.svg
   fxrecals explain train:make layers.7.mlp --limit 4GB
   fxrecals fit train:make --limit 4GB --vary batch
