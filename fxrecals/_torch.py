@@ -17,8 +17,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, partial
+from heapq import heappop, heappush
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -199,20 +199,34 @@ def compile_with_inductor(
     example_inputs: Sequence[Any],
     partitioner: Any,
     patches: dict[str, Any],
-    of_halves: Callable[[], dict[str, Any]],
+    of_half: Callable[[fx.GraphModule], dict[str, Any]],
+    may_fuse: Callable[[fx.GraphModule], Callable[[set[str]], bool]],
 ) -> Callable[..., Any]:
     """Inductor's own compilation of a Dynamo graph, with another partitioner (torch 2.13).
 
     AOTAutograd's cache is left out: a hit would skip the partitioner, and so the plan. Both halves
-    are compiled at once. The settings `of_halves` are asked for after the partitioner.
+    are compiled at once. The settings `of_half` are asked for after the partitioner. `may_fuse`
+    tells of a half which nodes may become one kernel, by their names; Inductor may refuse more.
+    `InductorChoices.can_fuse`, read in torch 2.13, `_inductor/choices.py`.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.virtualized import V
 
-    def compile_half(*args: Any, **kwargs: Any) -> Any:
-        with config.patch(of_halves()):
-            return compile_fx_inner(*args, **kwargs)
+    def compile_half(half: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        allows = may_fuse(half)
+
+        class Choices(type(V.choices)):
+            @staticmethod
+            def can_fuse(scheduler: Any, one: Any, other: Any, score: int) -> bool:
+                names = {x.name for node in (one, other) for x in _origins(node)}
+                return allows(names) and super(Choices, Choices).can_fuse(
+                    scheduler, one, other, score
+                )
+
+        with config.patch(of_half(half)), V.set_choices_handler(Choices()):
+            return compile_fx_inner(half, *args, **kwargs)
 
     settings = {"custom_partitioner_fn": partitioner, **patches}
     functorch = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
@@ -223,29 +237,22 @@ def compile_with_inductor(
         return compiled
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """What a half of a graph takes once Inductor has fused it and put it in order.
-
-    Attributes:
-        is_backward: which half.
-        peak_bytes: the most bytes at any moment: buffers, inputs that it frees, outputs.
-        given: names of its inputs.
-    """
-
-    is_backward: bool
-    peak_bytes: int
-    given: frozenset[str]
-
-
-def noting_lowered(
-    note: Callable[[Lowered], None], free: Collection[int], scratch: Callable[[str], int]
+def ordering_kernels(
+    half: fx.GraphModule,
+    note: Callable[[int], None],
+    free: Collection[int],
+    given: Collection[str],
+    scratch: Callable[[str], int],
 ) -> dict[str, Any]:
-    """Settings with which Inductor tells what the halves take.
+    """Settings with which Inductor runs the kernels of a half in the order of its nodes, or in one
+    of its own that takes less, and tells what that takes.
 
     Args:
-        note: is called with each half.
+        half: forward or backward.
+        note: is called with the bytes that it takes at its peak: buffers, outputs, and inputs that
+            are freed.
         free: indices of the backward's outputs that count nothing once they are made.
+        given: names of inputs that count nothing: they live in parameters, or belong to the caller.
         scratch: bytes that an op takes beside its outputs, by its name in the graph.
 
     Inductor's own pass that orders kernels for peak memory runs within: what it gives is final.
@@ -256,35 +263,106 @@ def noting_lowered(
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
 
+    places = {node.name: place for place, node in enumerate(half.graph.nodes)}
     reorders = config.reorder_for_peak_memory
 
-    def count(nodes: list[Any]) -> list[Any]:
+    def order(nodes: list[Any]) -> list[Any]:
         lowering = V.graph
         scheduler, inputs = lowering.scheduler, OrderedSet(lowering.graph_inputs)
         numbers = (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)
         made = {i: x for i, x in enumerate(lowering.graph_outputs) if not isinstance(x, numbers)}
         outputs = OrderedSet(lowering.get_output_names())
         prepared = scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs
-        ordered = memory.reorder_for_peak_memory(nodes, *prepared)
-        nodes = ordered if reorders else nodes
-        readable = memory.get_freeable_input_buf(nodes, inputs)
-        buffers, _, _ = memory.compute_memory_timeline(nodes, readable, outputs)
         apart = free if lowering.is_backward else ()
         uncounted = {made[i].get_name() for i in apart if i in made}
-        change = [0] * (len(nodes) + 1)
-        for buffer in buffers:
-            end = buffer.end_step
-            end = buffer.start_step if buffer.buffer.get_name() in uncounted else end
-            change[buffer.start_step] += buffer.size_alloc
-            if end != -1:
-                change[end + 1] -= buffer.size_free
-        beside = [_scratch_of(node, ir.ExternKernel, scratch) for node in nodes]
-        live = list(accumulate(change))
-        peak = max((a + b for a, b in zip(live, beside, strict=False)), default=0)
-        note(Lowered(bool(lowering.is_backward), peak, frozenset(inputs)))
-        return nodes
+        inductors = memory.reorder_for_peak_memory(nodes, *prepared)
+        readable = memory.get_freeable_input_buf(nodes, inputs)
+        readable = {name: x for name, x in readable.items() if name not in given}
 
-    return {"_post_fusion_custom_pass": _Unpickled(count), "reorder_for_peak_memory": False}
+        def peak(nodes: list[Any]) -> int:
+            buffers, _, _ = memory.compute_memory_timeline(nodes, readable, outputs)
+            made_at = {buffer.buffer.get_name(): buffer.start_step for buffer in buffers}
+            change = [0] * (len(nodes) + 1)
+            for buffer in buffers:
+                change[buffer.start_step] += buffer.size_alloc
+                if buffer.buffer.get_name() in uncounted:
+                    node = getattr(buffer.buffer, "node", None)
+                    whole = node.inputs[0].get_name() if isinstance(node, ir.MultiOutput) else ""
+                    change[made_at.get(whole, buffer.start_step)] -= buffer.size_free
+                elif buffer.end_step != -1:
+                    change[buffer.end_step + 1] -= buffer.size_free
+            for step, nbytes in _written_in_place(nodes, buffers, outputs):
+                change[step] -= nbytes
+                change[step + 1] += nbytes
+            beside = [_scratch_of(node, ir.ExternKernel, scratch) for node in nodes]
+            live = accumulate(change)
+            return max((a + b for a, b in zip(live, beside, strict=False)), default=0)
+
+        orders = [_by_place(nodes, places), inductors if reorders else nodes]
+        peaks = [peak(order) for order in orders]
+        note(min(peaks))
+        return orders[peaks.index(min(peaks))]
+
+    return {"_post_fusion_custom_pass": _Unpickled(order), "reorder_for_peak_memory": False}
+
+
+def _written_in_place(
+    nodes: list[Any], buffers: list[Any], outputs: Collection[str]
+) -> Iterator[tuple[int, int]]:
+    """Steps at which a kernel writes over a buffer that it reads as the last one, with its bytes.
+
+    `SchedulerNode.can_inplace`, read in torch 2.13, `_inductor/scheduler.py`.
+    """
+    last = {x.buffer.get_name(): x for x in buffers if hasattr(x.buffer, "node")}
+    for step, node in enumerate(nodes):
+        made = [x.size_alloc for x in last.values() if x.start_step == step]
+        for inner in node.get_nodes():
+            for read in inner.read_writes.reads:
+                buffer = last.get(read.name)
+                if (
+                    buffer is not None
+                    and buffer.end_step == step > buffer.start_step
+                    and read.name not in outputs
+                    and buffer.size_free in made
+                    and inner.can_inplace(read)
+                ):
+                    made.remove(buffer.size_free)
+                    del last[read.name]
+                    yield step, buffer.size_free
+
+
+def _by_place(nodes: list[Any], places: Mapping[str, int]) -> list[Any]:
+    """Nodes of Inductor's scheduler, sorted by the last place of what each is made of.
+
+    `mpi_node`, read in torch 2.13, `_inductor/memory.py`.
+    """
+    index = {node: i for i, node in enumerate(nodes)}
+    missing = {node: len(node.mpi_node.pred_nodes) for node in nodes}
+    ready: list[tuple[int, int]] = []
+
+    def is_ready(node: Any, after: int) -> None:
+        made_of = [places[x.name] for x in _origins(node) if x.name in places]
+        heappush(ready, (max(made_of, default=after), index[node]))
+
+    for node in nodes:
+        if not missing[node]:
+            is_ready(node, 0)
+    found: list[Any] = []
+    while ready:
+        place, i = heappop(ready)
+        found.append(nodes[i])
+        for node in nodes[i].mpi_node.succ_nodes:
+            missing[node] -= 1
+            if not missing[node]:
+                is_ready(node, place)
+    return found
+
+
+def _origins(node: Any) -> Iterator[fx.Node]:
+    """The nodes of a graph that a node of Inductor's scheduler is made of (torch 2.13)."""
+    for inner in node.get_nodes():
+        if inner.node is not None:
+            yield from inner.node.origins
 
 
 def _scratch_of(node: Any, kernel: type, scratch: Callable[[str], int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from fxrecals import _torch
 from fxrecals.capture import Joint
 from fxrecals.errors import InfeasibleLimitError
 from fxrecals.halves import AGAIN, compilers, split
-from fxrecals.ir import Graph, Peak, Trait, is_charged
+from fxrecals.ir import Graph, Kind, Peak
 from fxrecals.ledger import Held
 from fxrecals.plans import Plan
 from fxrecals.sites import Part
@@ -40,13 +40,6 @@ def input_shapes(joint: Joint) -> tuple[tuple[int, ...], ...]:
         )
 
 
-def handed_bytes(graph: Graph, but: Collection[str] = ()) -> int:
-    """Bytes of what the forward of a graph hands to its caller, values of some names apart."""
-    forward = (op for op in graph.forward if Trait.CALLER in op.traits)
-    handed = (graph.values[name] for op in forward for name in op.inputs if name not in but)
-    return sum({value.storage: value.nbytes for value in handed if is_charged(value)}.values())
-
-
 @dataclass
 class Compilation:
     """One compilation of a graph: carries what the partitioner finds out to whoever asked for it.
@@ -64,7 +57,6 @@ class Compilation:
         part: what was planned; None as long as nothing needs a gradient.
         refused: why there is no plan.
         was_traced: whether AOTAutograd could trace it.
-        settings: Inductor's, for the halves.
     """
 
     read: Callable[[Joint], Graph]
@@ -79,8 +71,7 @@ class Compilation:
     part: Part | None = None
     refused: InfeasibleLimitError | None = None
     was_traced: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-    _lowered: list[_torch.Lowered] = field(default_factory=list)
+    _peaks: list[int] = field(default_factory=list)
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None
@@ -93,7 +84,7 @@ class Compilation:
         partitioner = _torch.inductor_partitioner(self.partition, self.identity)
         patches = _torch.inductor_mode(mode)
         return _torch.compile_with_inductor(
-            gm, example_inputs, partitioner, patches, lambda: self.settings
+            gm, example_inputs, partitioner, patches, self._settings_of, self._may_fuse
         )
 
     def partition(
@@ -116,8 +107,6 @@ class Compilation:
             self.refused = error.of_inputs(input_shapes(kept))
             raise self.refused from None
         self.part = Part(kept, graph, planned, self.hold(graph, planned))
-        if self.inner == "inductor" and self.is_limited:
-            self.settings = self._settings_of_halves(graph, planned, kept)
         return split(
             joint,
             graph,
@@ -127,28 +116,52 @@ class Compilation:
             lowered=self.inner == "inductor",
         )
 
-    def _settings_of_halves(self, graph: Graph, planned: Any, kept: Joint) -> dict[str, Any]:
-        """Inductor's, for the halves: they tell what they take, and make no copies in layouts that
-        Inductor prefers, unless these fit beside what was planned."""
+    def _settings_of(self, half: fx.GraphModule) -> dict[str, Any]:
+        """Inductor's, for a half: its kernels run in the order of the schedule and tell what they
+        take; copies in layouts that Inductor prefers are made where they fit beside the plan."""
+        if self.part is None or not self.is_limited:
+            return {}
+        joint, planned = self.part.joint, self.part.planned
+        graph = self.part.graph
         scratch = {op.name: op.scratch_bytes for op in graph.ops}
-        free = () if self.peak is Peak.STEP else kept.parameter_inputs
-        settings = _torch.noting_lowered(
-            self._lowered.append, free, lambda name: scratch.get(name.partition(AGAIN)[0], 0)
+        given = {name for name, value in graph.values.items() if value.kind is Kind.PRIMAL}
+        free = () if self.peak is Peak.STEP else joint.parameter_inputs
+        settings = _torch.ordering_kernels(
+            half,
+            self._peaks.append,
+            free,
+            given,
+            lambda name: scratch.get(name.partition(AGAIN)[0], 0),
         )
-        copies = _torch.channels_last_bytes(kept.module)
+        copies = _torch.channels_last_bytes(joint.module)
         limit = planned.limit_bytes if isinstance(planned, Plan) else None
         has_room = limit is not None and planned.bounded.peak_bytes + copies <= limit
         return settings if has_room or not copies else {**settings, **_torch.ALL_LAYOUTS_KEPT}
+
+    def _may_fuse(self, half: fx.GraphModule) -> Callable[[set[str]], bool]:
+        """Which nodes may become one kernel: what runs again stays between the products and
+        convolutions where the schedule has it. Elsewhere it would take memory for longer."""
+        graph = self.part.graph if self.part is not None and self.is_limited else None
+        heavy = {op.name for op in graph.ops if op.flops} if graph is not None else set[str]()
+        gaps: dict[str, int] = {}
+        gap = 0
+        for node in half.graph.nodes:
+            gaps[node.name] = gap
+            gap += node.name.partition(AGAIN)[0] in heavy
+
+        def allows(names: set[str]) -> bool:
+            if not any(AGAIN in name for name in names):
+                return True
+            return len({gaps[name] for name in names if name in gaps}) <= 1
+
+        return allows
 
     def over_bytes(self) -> int:
         """By how much Inductor's halves pass the limit that was planned for; 0 if they do not."""
         planned = self.part.planned if self.part is not None else None
         if self.part is None or not isinstance(planned, Plan) or planned.limit_bytes is None:
             return 0
-        given = [name for half in self._lowered if half.is_backward for name in half.given]
-        handed = handed_bytes(self.part.graph, set(given))
-        peaks = [half.peak_bytes + handed * half.is_backward for half in self._lowered]
-        return max(0, max(peaks, default=0) - planned.limit_bytes - self.less_bytes)
+        return max(0, max(self._peaks, default=0) - planned.limit_bytes - self.less_bytes)
 
     def identity(self) -> tuple[str, ...]:
         """What code generated for this compilation must not be shared beyond."""

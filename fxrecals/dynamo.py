@@ -26,11 +26,11 @@ from torch import Tensor, fx
 
 from fxrecals import _torch
 from fxrecals.capture import Captured, Joint, step
-from fxrecals.compiling import Compilation, Untraced, handed_bytes, input_shapes
+from fxrecals.compiling import Compilation, Untraced, input_shapes
 from fxrecals.cost import Cost, Free, generators_kept
 from fxrecals.engine import Recals
 from fxrecals.errors import DoubleBackwardError, InfeasibleLimitError, OptionError
-from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes
+from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes, is_charged
 from fxrecals.ledger import Held, Ledger
 from fxrecals.planning import limit_bytes, named_cost, named_peak, plan_graph, solve_within
 from fxrecals.plans import Plan
@@ -698,7 +698,7 @@ class Backend:
         if self._has_warned_of_breaks or not seen.breaks or plan.extra_seconds <= 0:
             return
         self._has_warned_of_breaks = True
-        handed = format_bytes(handed_bytes(plan.graph))
+        handed = format_bytes(_handed_bytes(plan.graph))
         extra = 100 * plan.extra_seconds / max(plan.baseline_seconds, 1e-12)
         warnings.warn(
             f"the step is {len(seen.runs)} graphs, planned together from now on, under "
@@ -725,3 +725,10 @@ def _refuse_second_derivatives(gradients: Sequence[Any]) -> None:
 
 def _raise_double_backward(_: Any) -> None:
     raise DoubleBackwardError
+
+
+def _handed_bytes(graph: Graph) -> int:
+    """Bytes of what graphs of a step hand to later ones."""
+    forward = (op for op in graph.forward if Trait.CALLER in op.traits)
+    handed = (graph.values[name] for op in forward for name in op.inputs)
+    return sum({value.storage: value.nbytes for value in handed if is_charged(value)}.values())
