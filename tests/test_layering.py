@@ -15,6 +15,7 @@ LAYERS = {
         {"formats"},
         {"errors"},
         {"units"},
+        {"accounting"},
         {"ir"},
         {"schedule"},
         {"timeline"},
@@ -47,6 +48,8 @@ LAYERS = {
         {"factories"},
         {"fitting"},
         {"monitoring"},
+        {"watching"},
+        {"snapshots"},
         {"fallback"},
         {"__init__"},
         {"cli"},
@@ -69,7 +72,18 @@ HALVES_BELOW = {
 NOT_FOR_TORCH = "solve"
 """Planning and running know of each other only through `planning` and `dynamo`."""
 
-FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals", "fit", "load", "monitor"}
+FUNCTIONS = {
+    "plan",
+    "rewrite",
+    "backend",
+    "compile",
+    "recals",
+    "fit",
+    "load",
+    "monitor",
+    "snapshot",
+    "watch",
+}
 """Public functions: a module of that name would hide them."""
 
 
