@@ -18,6 +18,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ DEVICES = "fxrecals_devices"
 
 ALIGNMENT = 512
 """Of the addresses that a plan's blocks are given."""
+
+SPAN = "fxrecals records "
 
 UNREADABLE = (
     pickle.UnpicklingError,
@@ -222,7 +225,9 @@ def _read(path: Path) -> Snapshot:
 
 
 def _understood(data: Mapping[str, Any]) -> Snapshot:
-    names = list(data.get(DEVICES, ())) or [f"cuda:{i}" for i in range(len(data["device_traces"]))]
+    names = [str(name) for name in data.get(DEVICES, ())] or [
+        f"cuda:{i}" for i in range(len(data["device_traces"]))
+    ]
     segments = list(data["segments"])
     traces = {
         name: tuple(_events(entries, [s for s in segments if s["device"] == index]))
@@ -275,7 +280,7 @@ def _placed(segments: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 def _segment(names: Sequence[str], data: Mapping[str, Any]) -> Segment:
     free = [int(block["size"]) for block in data["blocks"] if block["state"] == "inactive"]
     total = int(data["total_size"])
-    return Segment(names[data["device"]], total, total - sum(free), max(free, default=0))
+    return Segment(names[int(data["device"])], total, total - sum(free), max(free, default=0))
 
 
 def _frames(data: Iterable[Mapping[str, Any]]) -> tuple[Frame, ...]:
@@ -304,13 +309,20 @@ def _trace_data(events: Sequence[Traced]) -> list[dict[str, Any]]:
 
 
 def _recorded(run: Callable[[], object]) -> Snapshot:
-    with _torch.memory_recorded("", stacks=True) as recorded:
+    with _torch.memory_recorded(SPAN, stacks=True) as recorded:
         run()
     traces: dict[str, list[Traced]] = {}
     for event in recorded():
-        frames = ((event.phase, 0, event.op), *event.frames)
+        inside = takewhile(lambda frame: not _is_here(frame), event.frames)
+        frames = ((event.phase, 0, event.op), *inside)
         traces.setdefault(event.device, []).append(Traced(event.address, event.nbytes, frames))
     return Snapshot({device: tuple(_born_here(own)) for device, own in sorted(traces.items())})
+
+
+def _is_here(frame: Frame) -> bool:
+    """Whether a frame is of `_recorded`: what is above it is not of the run."""
+    file, _, function = frame
+    return function == _recorded.__name__ and Path(file).name == Path(__file__).name
 
 
 def _born_here(events: Sequence[Traced]) -> Iterator[Traced]:
@@ -370,12 +382,9 @@ def _frames_of(graph: Graph, name: str) -> tuple[Frame, ...]:
 def _device_text(found: Snapshot, device: str) -> str:
     instant = found.peak(device)
     total = len(found.traces[device])
-    holders = found.holders(device)
-    rows = [
-        (format_bytes(h.nbytes), str(h.count), *_places(h.frames))
-        for h in _by_place(holders)[:ROWS]
-    ]
-    rest = _by_place(holders)[ROWS:]
+    holders = _by_place(found.holders(device))
+    rows = [(format_bytes(h.nbytes), str(h.count), *_places(h.frames)) for h in holders[:ROWS]]
+    rest = holders[ROWS:]
     if rest:
         more, count = sum(h.nbytes for h in rest), sum(h.count for h in rest)
         rows.append((format_bytes(more), str(count), f"and {len(rest)} more", ""))
@@ -395,9 +404,15 @@ def _by_place(holders: Sequence[Holder]) -> list[Holder]:
 
 
 def _places(frames: Sequence[Frame]) -> tuple[str, str]:
-    """The innermost two lines of Python outside of torch, or else the innermost of all."""
+    """The innermost two lines of Python outside of torch, or else the innermost of all.
+
+    >>> _places([("backward", 0, "MmBackward0"), ("torch/nn/x.py", 1, "f"), ("train.py", 7, "go")])
+    ('train.py:7 MmBackward0', '')
+    """
     own = [frame for frame in frames if _is_own(frame)] or list(frames[:1])
     first, second = (*map(_place, own[:2]), "", "")[:2]
+    if frames and not frames[0][1] and own[0] is not frames[0]:  # an op, then lines of Python
+        first = _place((*own[0][:2], frames[0][2]))
     return first or "(before recording began)", second
 
 

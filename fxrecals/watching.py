@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -205,8 +205,7 @@ def verdict(changes: Sequence[int]) -> Verdict:
 # --- what events say ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """A storage that is known by where it is."""
 
     category: Category
@@ -380,7 +379,7 @@ class Watch:
         self._handles: list[Any] = []
         self._open: AbstractContextManager[Callable[[], list[MemoryEvent]]] | None = None
         self._recorded: Callable[[], list[MemoryEvent]] | None = None
-        self._start: Known = {}
+        self._there: Known = {}  # at the end of the step before
         self._gradients: set[int] = set()
         self._in_burst = 0
         self._seconds = 0.0
@@ -416,6 +415,7 @@ class Watch:
             for path, module in self._model.named_modules():
                 self._handles += self._mark(path, module)
         self._began = time.perf_counter()
+        self._there = self._known()
         self._begin()
         return self
 
@@ -491,7 +491,6 @@ class Watch:
         self._has_stepped = False
         self._unfound = {}
         self._gradients = set()
-        self._start = self._known()
         if self._is_due() and not _torch.is_profiling():
             self._in_burst += 1
             with self._timed():
@@ -531,7 +530,7 @@ class Watch:
         gradients = self._gradients | {
             a for a, k in end.items() if k.category is Category.GRADIENTS
         }
-        read = None if events is None else _read(events, self._start, gradients, end)
+        read = None if events is None else _read(events, self._there, gradients, end)
         live: dict[str, dict[Category, int]] = {}
         for known in end.values():
             of_device = live.setdefault(known.device, {})
@@ -543,7 +542,7 @@ class Watch:
             of_device = live.setdefault(device, {})
             of_device[Category.OTHER] = nbytes - sum(of_device.values())
         change = self._change(allocated, read)
-        self._allocated = allocated
+        self._allocated, self._there = allocated, end
         return StepUsage(
             number=len(self.steps),
             live=live,
@@ -562,17 +561,18 @@ class Watch:
     def _known(self) -> dict[int, _Known]:
         """Every storage of the model and the optimizers."""
         found: dict[int, _Known] = {}
+        names: dict[torch.device, str] = {}
         for category, tensor in self._tensors():
             for storage in _torch.storages_of(tensor):
-                if storage.nbytes() and storage.device.type != "meta":
-                    known = _Known(category, storage.nbytes(), str(storage.device))
-                    found.setdefault(storage.data_ptr(), known)
+                address, device = storage.data_ptr(), storage.device
+                if address and address not in found:
+                    if device not in names:
+                        names[device] = str(device)
+                    found[address] = _Known(category, storage.nbytes(), names[device])
         return found
 
     def _tensors(self) -> Iterator[tuple[Category, Tensor]]:
-        parameters = [] if self._model is None else list(self._model.parameters())
-        parameters += [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
-        for parameter in parameters:
+        for parameter in self._parameters():
             yield Category.PARAMETERS, parameter
             if parameter.grad is not None:
                 yield Category.GRADIENTS, parameter.grad
@@ -583,6 +583,11 @@ class Watch:
                 for x in state.values() if isinstance(state, Mapping) else ():
                     if isinstance(x, Tensor):
                         yield Category.OPTIMIZER, x
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        model = [] if self._model is None else self._model.parameters()
+        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+        return {id(p): p for p in chain(model, *groups)}.values()
 
     def _counters(self) -> tuple[dict[str, int], dict[str, int]]:
         """What the CUDA allocator counts, of the devices of what is known."""

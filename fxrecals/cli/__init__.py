@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fxrecals.cli import doctor, fits, planned
+from fxrecals.cli import doctor, fits, planned, snapshots
 from fxrecals.cli.output import Output
 from fxrecals.errors import FxrecalsError, InfeasibleLimitError, OptionError
 
@@ -66,6 +66,6 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = found.add_subparsers(dest="verb", required=True, metavar="command")
-    for module in (planned, fits, doctor):
+    for module in (planned, fits, snapshots, doctor):
         module.add_verbs(verbs)
     return found
