@@ -159,7 +159,9 @@ class Snapshot:
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
     def save(self, path: str | Path) -> Path:
-        """Writes the snapshot as PyTorch does; https://pytorch.org/memory_viz draws it.
+        """Writes the events as PyTorch does; https://pytorch.org/memory_viz draws them.
+
+        Segments are left out, so that its page "Allocator State History" stays empty.
 
         Returns:
             The path.
@@ -253,7 +255,7 @@ def _events(entries: Iterable[Mapping[str, Any]], segments: Sequence[Any]) -> It
         elif event.address in alive:
             alive.remove(event.address)
         else:
-            yield event._replace(nbytes=-event.nbytes)
+            yield Traced(event.address, -event.nbytes)  # its frames are those of the free
     for block in _placed(segments):
         if block["state"] != "inactive" and block["address"] not in alive:
             yield Traced(block["address"], int(block["size"]), _frames(block.get("frames", ())))
@@ -439,10 +441,14 @@ def _reserve(found: Snapshot, device: str) -> Iterator[str]:
     free = reserved - active
     yield ""
     yield (
-        f"at the end {format_bytes(reserved)} reserved in {len(own)} segments, "
+        f"at the end {format_bytes(reserved)} reserved in {_count(len(own), 'segment')}, "
         f"{format_bytes(active)} in use, {format_bytes(free)} free; "
         f"the largest free block has {format_bytes(largest)}"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _failed(found: Snapshot, device: str) -> Iterator[str]:
