@@ -1,6 +1,6 @@
 """What `fxrecals.watch` costs: the time of a step with it over one without.
 
-    python -m benchmarks.watch [gpt resnet unet] [--rounds 15]
+    python -m benchmarks.watch [gpt resnet unet] [--rounds 5]
 
 A step is forward, backward and Adam on a model of `benchmarks.yardsticks`. Beside the default,
 which measures as many steps as stay under its share of the time, stand one always measured
@@ -81,7 +81,6 @@ def compared(
     """Times over those of a plain step, a row for each way to watch."""
     times: dict[str, list[float]] = {name: [] for name in ("plain", *SUBJECTS)}
     measured = dict.fromkeys(SUBJECTS, 0)
-    round_seconds(step, clock, 2, None)
     for turn in range(rounds):
         for name in list(times)[:: -1 if turn % 2 else 1]:
             if name == "plain":
@@ -103,7 +102,7 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="in a row, each round")
+    parser.add_argument("--seconds", type=float, default=40, help="of a plain round, about")
     parser.add_argument("--cpu", action="store_true", help="CPU time of the process, not wall time")
     options = parser.parse_args()
     clock = time.process_time if options.cpu else time.perf_counter
@@ -112,8 +111,9 @@ def main() -> None:
         model, args = MODELS[name]()
         optimizer, step = steps_of(model, args)
         make = partial(fxrecals.watch, model, optimizer)
+        count = max(5, round(options.seconds / round_seconds(step, time.perf_counter, 2, None)))
         found = compared(
-            step, clock, lambda share, make=make: make(share=share), options.steps, options.rounds
+            step, clock, lambda share, make=make: make(share=share), count, options.rounds
         )
         rows += [[name, *row] for row in found]
     head = ["model", "", "measured", "lower quartile", "time / plain", "upper", "fastest"]

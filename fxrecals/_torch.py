@@ -761,7 +761,8 @@ def memory_recorded(
 
     Args:
         prefix: what names of the `record_function` spans that count begin with.
-        stacks: whether lines of Python are recorded; slower by far.
+        stacks: whether lines of Python are recorded; slower by far, and spans are then not known,
+            as in the tree they end with the call that opened them.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -812,7 +813,9 @@ def _entered(scope: _Scope, name: str, fields: Any, prefix: str) -> _Scope:
         return _Scope("backward", "", node, fields.sequence_number, scope.stack)
     if name.startswith(OPTIMIZER_MARK):
         return _Scope("optimizer", "", name[len(OPTIMIZER_MARK) :], -1, scope.stack)
-    is_op = not scope.op and fields.scope != torch._C._profiler.RecordScope.USER_SCOPE
+    from torch._C._profiler import RecordScope
+
+    is_op = not scope.op and fields.scope != RecordScope.USER_SCOPE
     return scope._replace(op=name) if is_op else scope
 
 

@@ -484,7 +484,7 @@ class Watch:
             warnings.warn(
                 "the optimizer stepped twice and the model was not called through its hooks in "
                 "between: say where a step ends, by step() at the end of each",
-                stacklevel=6,
+                stacklevel=3,
             )
 
     def _begin(self) -> None:
