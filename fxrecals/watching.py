@@ -43,7 +43,7 @@ from torch.optim.optimizer import (
 from fxrecals import _torch
 from fxrecals._torch import MemoryEvent
 from fxrecals.accounting import Block, blocks
-from fxrecals.errors import OptionError
+from fxrecals.errors import FxrecalsError, OptionError
 from fxrecals.formats import format_bytes
 from fxrecals.report import table, tail_of
 
@@ -400,7 +400,14 @@ class Watch:
 
         Without this a step ends where the model is called again after a step of the optimizer.
         Call it outside of `torch.profiler.record_function`.
+
+        Raises:
+            FxrecalsError: nothing is watched now.
         """
+        if not self._handles:
+            raise FxrecalsError(
+                "step() is for within the watch: with fxrecals.watch(...) as watched"
+            )
         self._is_told = True
         self._end()
         self._begin()
@@ -422,6 +429,7 @@ class Watch:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         if kind is None and self._has_stepped and not self._is_told:
             self._end()
         else:
@@ -500,7 +508,7 @@ class Watch:
             self._in_burst = 0
 
     def _is_due(self) -> bool:
-        if 0 < self._in_burst < BURST:
+        if self._share == 1 or 0 < self._in_burst < BURST:
             return True
         return self._seconds <= self._share * (time.perf_counter() - self._began)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fxrecals
 from benchmarks import measure
 from benchmarks.yardsticks import gpt, unet
-from fxrecals import OptionError
+from fxrecals import FxrecalsError, OptionError
 from fxrecals.watching import Category, StepUsage, Trend, Watch, verdict
 
 ROWS, WIDTH = 256, 64
@@ -376,6 +376,8 @@ def test_an_error_in_the_loop_leaves_no_hook_and_no_profiler() -> None:
         model(x[:, :3])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    with pytest.raises(FxrecalsError, match="within the watch"):
+        watch.step()
     assert repr(watch) == "no step has ended: call step() at the end of each"
 
 
