@@ -19,6 +19,7 @@ LAYERS = {
         {"ir"},
         {"schedule"},
         {"timeline"},
+        {"composition"},
         {"solve"},
     ),
     "torch": (
@@ -33,7 +34,7 @@ LAYERS = {
         {"halves"},
         {"engine"},
     ),
-    "view": ({"report"}, {"explanation", "plot"}),
+    "view": ({"report"}, {"explanation", "charts"}, {"plot", "page"}),
     "top": (
         {"plans"},
         {"package"},
@@ -51,6 +52,7 @@ LAYERS = {
         {"watching"},
         {"snapshots"},
         {"fallback"},
+        {"doctoring"},
         {"__init__"},
         {"cli"},
         {"__main__"},
@@ -77,6 +79,7 @@ FUNCTIONS = {
     "rewrite",
     "backend",
     "compile",
+    "doctor",
     "recals",
     "fit",
     "load",
