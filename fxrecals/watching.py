@@ -361,6 +361,20 @@ def _read(
 # --- watching -----------------------------------------------------------------------------------
 
 
+class _Hook:
+    """A hook on a module, which copies and pickles of the module come without."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
 class Watch:
     """What `watch` returns: a context around a training loop. It prints as a table.
 
@@ -418,7 +432,8 @@ class Watch:
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         if self._model is not None:
-            self._handles.append(self._model.register_forward_pre_hook(self._before_model))
+            before = _Hook(self._before_model)
+            self._handles.append(self._model.register_forward_pre_hook(before))
             for path, module in self._model.named_modules():
                 self._handles += self._mark(path, module)
         self._began = time.perf_counter()
@@ -462,8 +477,8 @@ class Watch:
             if not torch.compiler.is_compiling() and opened:
                 opened.pop().__exit__(None, None, None)
 
-        yield module.register_forward_pre_hook(enter)
-        yield module.register_forward_hook(leave, always_call=True)
+        yield module.register_forward_pre_hook(_Hook(enter))
+        yield module.register_forward_hook(_Hook(leave), always_call=True)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self._is_told or self._is_stepping:

@@ -1,6 +1,8 @@
 """What a watch says of small training loops, beside the referee's way of measuring."""
 
+import copy
 import gc
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -403,6 +405,18 @@ def test_a_watched_loop_has_the_same_bits(how: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert all(map(torch.equal, parameters(False), parameters(True)))
+
+
+def test_a_model_is_copied_and_saved_within_the_watch_without_it() -> None:
+    model, x = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fxrecals.watch(model, optimizer, share=1) as watch:
+        for _ in range(2):
+            model(x).mean().backward()
+            optimizer.step()
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            assert torch.equal(copies[0](x), copies[1](x))
+    assert len(watch.steps) == 2
 
 
 def test_a_share_that_is_none_is_refused() -> None:
