@@ -24,6 +24,8 @@ from fxrecals.fitting import fit
 from fxrecals.monitoring import monitor
 from fxrecals.package import load
 from fxrecals.plans import Plan
+from fxrecals.snapshots import snapshot
+from fxrecals.watching import watch
 
 recals_with_rngs = recals
 """`recals`, under the name by which users of buildz-gpu know it."""
@@ -50,4 +52,6 @@ __all__ = [
     "recals",
     "recals_with_rngs",
     "rewrite",
+    "snapshot",
+    "watch",
 ]

@@ -21,7 +21,7 @@ from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sympy import Integer
@@ -892,7 +892,7 @@ def _span_events(prof: Any, prefix: str) -> dict[str, list[Event]]:
 
     spans: list[tuple[int, int, str]] = []
     events: list[tuple[int, int, int]] = []
-    stack = list(prof.profiler.kineto_results.experimental_event_tree())
+    stack = _roots(prof)
     while stack:
         event = stack.pop()
         stack.extend(event.children)
@@ -908,6 +908,153 @@ def _span_events(prof: Any, prefix: str) -> dict[str, list[Event]]:
         name: [e[1:] for e in events[bisect_left(times, start) : bisect_right(times, end)]]
         for start, end, name in spans
     }
+
+
+def _roots(prof: Any) -> list[Any]:
+    """The event tree that kineto recorded."""
+    return list(prof.profiler.kineto_results.experimental_event_tree())
+
+
+Frame = tuple[str, int, str]
+"""A line of Python that was running: file, line, function."""
+
+BACKWARD_MARK = "autograd::engine::evaluate_function: "
+"""How the span of a node in the backward begins."""
+
+OPTIMIZER_MARK = "Optimizer.step#"
+"""How the span of an optimizer's step begins."""
+
+
+class MemoryEvent(NamedTuple):
+    """An allocation or, with negative bytes, a free, on any device.
+
+    phase: "forward" (and all else), "backward" or "optimizer".
+    span: what follows the prefix in the name of the innermost marked span; in the backward, of
+        the one in which the forward op of the node ran.
+    op: the outermost op in that span, or the autograd node.
+    frames: innermost first, those of the forward op in the backward; () without stacks.
+    """
+
+    address: int
+    nbytes: int
+    device: str
+    phase: str
+    span: str
+    op: str
+    frames: tuple[Frame, ...]
+
+
+class _Scope(NamedTuple):
+    """Where in the program: what is known from the event tree above an event."""
+
+    phase: str = "forward"
+    span: str = ""
+    op: str = ""
+    sequence: int = -1
+    stack: Any = None  # the frame and what is above it, as pairs
+
+
+@contextmanager
+def memory_recorded(
+    prefix: str, *, stacks: bool = False
+) -> Iterator[Callable[[], list[MemoryEvent]]]:
+    """Records the allocators' events of all devices, and where in the program they come from.
+
+    Afterwards the yielded function gives them, once, in order of time. Kineto's event tree and
+    autograd's sequence numbers, which a node of the backward shares with the op that made it; read
+    in torch 2.13, `autograd/profiler.py` and `profiler/_memory_profiler.py`.
+
+    Args:
+        prefix: what names of the `record_function` spans that count begin with.
+        stacks: whether lines of Python are recorded; slower by far, and spans are then not known,
+            as in the tree they end with the call that opened them.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=stacks) as prof:
+        yield lambda: _memory_events(prof, prefix)
+
+
+def _memory_events(prof: Any, prefix: str) -> list[MemoryEvent]:
+    from torch._C import _profiler
+
+    # Types of fields are told apart: comparing a tag costs ten times as much.
+    memory, op = _profiler._ExtraFields_Allocation, _profiler._ExtraFields_TorchOp
+    python = (_profiler._ExtraFields_PyCall, _profiler._ExtraFields_PyCCall)
+    allocations: list[tuple[int, Any, _Scope]] = []
+    makers: dict[int, tuple[int, _Scope]] = {}  # sequence number -> the last op that had it
+    stack = [(event, _Scope()) for event in _roots(prof)]
+    while stack:
+        event, scope = stack.pop()
+        fields = event.extra_fields
+        kind = type(fields)
+        if kind is memory:
+            allocations.append((event.start_time_ns, fields, scope))
+            continue
+        if kind is op:
+            scope = _entered(scope, event.name, fields, prefix)
+            number = fields.sequence_number
+            if number >= 0 and scope.sequence != number:
+                when = event.start_time_ns
+                if number not in makers or makers[number][0] <= when:
+                    makers[number] = when, scope
+        elif kind in python:
+            scope = scope._replace(stack=(fields.caller, scope.stack))
+        for child in event.children:
+            stack.append((child, scope))
+    prof.profiler.kineto_results = None  # large, and in a cycle that waits for the collector
+    allocations.sort(key=lambda a: a[0])
+    return [_memory_event(fields, scope, makers) for _, fields, scope in allocations]
+
+
+def _entered(scope: _Scope, name: str, fields: Any, prefix: str) -> _Scope:
+    """Where in the program the children of an op or span are."""
+    if name.startswith("aten::"):
+        return scope if scope.op else scope._replace(op=name)
+    if name.startswith(prefix):
+        phase = "forward" if scope.phase == "optimizer" else scope.phase
+        return scope._replace(phase=phase, span=name[len(prefix) :], op="", sequence=-1)
+    if name.startswith(BACKWARD_MARK):
+        node = name[len(BACKWARD_MARK) :].removeprefix("torch::autograd::")
+        return _Scope("backward", "", node, fields.sequence_number, scope.stack)
+    if name.startswith(OPTIMIZER_MARK):
+        return _Scope("optimizer", "", name[len(OPTIMIZER_MARK) :], -1, scope.stack)
+    from torch._C._profiler import RecordScope
+
+    is_op = not scope.op and fields.scope != RecordScope.USER_SCOPE
+    return scope._replace(op=name) if is_op else scope
+
+
+def _memory_event(fields: Any, scope: _Scope, makers: dict[int, tuple[int, _Scope]]) -> MemoryEvent:
+    maker = makers[scope.sequence][1] if scope.sequence in makers else scope
+    return MemoryEvent(
+        fields.ptr,
+        fields.alloc_size,
+        str(fields.device),
+        scope.phase,
+        maker.span or scope.span,
+        scope.op,
+        tuple(_frames(maker.stack)),
+    )
+
+
+def _frames(stack: Any) -> Iterator[Frame]:
+    while stack is not None:
+        frame, stack = stack
+        yield frame.file_name, frame.line_number, frame.function_name
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The storages of a tensor, or of the tensors that a wrapper such as DTensor is made of.
+
+    `__tensor_flatten__`, read in torch 2.13, `utils/_python_dispatch.py`.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if type(tensor) not in (Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [found for name in names for found in storages_of(getattr(tensor, name))]
+    return [tensor.untyped_storage()] if has_storage(tensor) else []
 
 
 def cpu_capability() -> str:

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from fxrecals import _torch
+from fxrecals.accounting import Event, peak
 from fxrecals.dynamo import Backend
 from fxrecals.errors import OptionError
 from fxrecals.formats import format_bytes
@@ -224,18 +225,4 @@ def _measuring(devices: list[torch.device]) -> Iterator[Callable[[], int]]:
         peaks += (torch.cuda.max_memory_allocated(device) for device in devices)
     else:
         with _torch.allocations_recorded() as recorded, torch.profiler.record_function(SPAN):
-            yield lambda: _peak(recorded(SPAN)[SPAN])
-
-
-def _peak(events: list[_torch.Event]) -> int:
-    """The largest live total; what was there before does not count when it is freed."""
-    live = peak = 0
-    alive: dict[int, int] = {}
-    for address, nbytes in events:
-        if nbytes > 0:
-            alive[address] = nbytes
-            live += nbytes
-        else:
-            live -= alive.pop(address, 0)
-        peak = max(peak, live)
-    return peak
+            yield lambda: peak([Event(*each) for each in recorded(SPAN)[SPAN]]).nbytes

@@ -34,7 +34,9 @@ def _as_wide_as_the_golden_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
 
-@pytest.mark.parametrize("verb", ["", "plan", "pareto", "explain", "export", "fit", "doctor"])
+@pytest.mark.parametrize(
+    "verb", ["", "plan", "pareto", "explain", "export", "fit", "snapshot", "doctor"]
+)
 def test_help(verb: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*verb.split(), "--help"])

@@ -15,6 +15,7 @@ LAYERS = {
         {"formats"},
         {"errors"},
         {"units"},
+        {"accounting"},
         {"ir"},
         {"schedule"},
         {"timeline"},
@@ -48,6 +49,8 @@ LAYERS = {
         {"factories"},
         {"fitting"},
         {"monitoring"},
+        {"watching"},
+        {"snapshots"},
         {"fallback"},
         {"doctoring"},
         {"__init__"},
@@ -71,7 +74,19 @@ HALVES_BELOW = {
 NOT_FOR_TORCH = "solve"
 """Planning and running know of each other only through `planning` and `dynamo`."""
 
-FUNCTIONS = {"plan", "rewrite", "backend", "compile", "doctor", "recals", "fit", "load", "monitor"}
+FUNCTIONS = {
+    "plan",
+    "rewrite",
+    "backend",
+    "compile",
+    "doctor",
+    "recals",
+    "fit",
+    "load",
+    "monitor",
+    "snapshot",
+    "watch",
+}
 """Public functions: a module of that name would hide them."""
 
 

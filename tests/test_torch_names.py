@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ NAMES = [
     ("torch._logging._internal", "trace_structured"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch._C._dynamo.eval_frame", "reset_code"),
+    ("torch._C._profiler", "_ExtraFields_Allocation"),
+    ("torch._C._profiler", "_ExtraFields_TorchOp"),
+    ("torch._C._profiler", "_ExtraFields_PyCall"),
+    ("torch._C._profiler", "_ExtraFields_PyCCall"),
+    ("torch._C._profiler", "RecordScope"),
+    ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+    ("torch.cuda._memory_viz", "trace_plot"),
     ("torch.autograd", "_engine_run_backward"),
     ("torch._C._autograd", "_saved_tensors_hooks_disable"),
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
@@ -125,6 +133,36 @@ def test_a_copied_graph_has_its_own_nodes_and_the_same_values() -> None:
     pairs = list(zip(joint.graph.nodes, twin.graph.nodes, strict=True))
     assert all(a is not b and a.name == b.name for a, b in pairs)
     assert all(a.meta.get("val") is b.meta.get("val") for a, b in pairs)
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_the_allocator_s_events_tell_where_in_the_program_they_come_from(stacks: bool) -> None:
+    layer = nn.Linear(64, 64)
+    optimizer = torch.optim.Adam(layer.parameters())
+    with _torch.memory_recorded("of the test ", stacks=stacks) as recorded:
+        with torch.profiler.record_function("of the test a"):
+            out = torch.tanh(layer(torch.ones(4, 64)))
+        out.sum().backward()
+        optimizer.step()
+    events = recorded()
+    places = {(e.phase, e.span, e.op) for e in events if e.nbytes > 0}
+    span = "" if stacks else "a"
+    assert {("forward", span, "aten::tanh"), ("backward", span, "TanhBackward0")} <= places
+    assert {e.device for e in events} == {"cpu"}
+    assert stacks or ("optimizer", "", "Adam.step") in places
+    tanh = next(e for e in events if e.op == "TanhBackward0")
+    assert bool(tanh.frames) == stacks
+    assert not stacks or Path(tanh.frames[0][0]).name == Path(__file__).name
+
+
+def test_storages_of_a_wrapped_tensor_are_those_inside() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    inner = torch.ones(2), torch.zeros(2)
+    found = _torch.storages_of(TwoTensor(*inner))
+    assert [each.data_ptr() for each in found] == [t.data_ptr() for t in inner]
+    assert [each.nbytes() for each in _torch.storages_of(X)] == [64]
+    assert _torch.storages_of(torch.ones(2, 2).to_sparse()) == []
 
 
 def test_dynamo_says_where_in_the_users_code_it_failed() -> None:

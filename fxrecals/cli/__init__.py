@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fxrecals.cli import examine, fits, planned
+from fxrecals.cli import examine, fits, planned, snapshots
 from fxrecals.cli.output import Output
 from fxrecals.errors import FxrecalsError, InfeasibleLimitError, OptionError
 
@@ -67,6 +67,6 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = found.add_subparsers(dest="verb", required=True, metavar="command")
-    for module in (planned, fits, examine):
+    for module in (planned, fits, snapshots, examine):
         module.add_verbs(verbs)
     return found
