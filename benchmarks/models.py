@@ -120,8 +120,9 @@ def t5() -> Made:
 
     config = T5Config(
         vocab_size=VOCAB, d_model=256, d_kv=32, d_ff=1024, num_layers=3, num_decoder_layers=3,
-        num_heads=8, decoder_start_token_id=0, use_cache=False,
+        num_heads=8, use_cache=False,
     )  # fmt: skip
+    config.decoder_start_token_id = 0
     return T5ForConditionalGeneration(config), _texts(), _own_loss
 
 
@@ -139,7 +140,7 @@ def moe() -> Made:
 
 
 def diffusion() -> Made:
-    from diffusers import UNet2DConditionModel
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
     model = UNet2DConditionModel(
         sample_size=32, block_out_channels=(64, 128), layers_per_block=1, cross_attention_dim=64,
@@ -198,7 +199,7 @@ def _squared(make: Callable[[], yardsticks.Made]) -> Made:
 
 SMALL: dict[str, Callable[[], Made]] = {
     "gpt-small": partial(
-        _squared, partial(yardsticks.gpt, 6, 128, 4, tokens=128, batch=4, dropout=0.1)
+        _squared, partial(yardsticks.gpt, 4, 128, 4, tokens=128, batch=8, dropout=0.1)
     ),
     "resnet-small": partial(_squared, partial(yardsticks.resnet, 8, 32, 16)),
     "unet-small": partial(_squared, partial(yardsticks.unet, 2, 64, 16)),
