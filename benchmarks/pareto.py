@@ -68,6 +68,11 @@ MOST_COMPILED = 1000
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """What `without_dropout` leaves in training mode."""
 
+FEWEST_ROUNDS = 3
+
+DRAWS = "draws others"
+"""The word where other random numbers than eager's are drawn, and none can be compared."""
+
 GRAINS = 50
 """Parts of eager's peak within which two peers' peaks are one limit for us."""
 
@@ -274,31 +279,46 @@ class Bench:
             return replace(row, note=f"{type(error).__name__}: {error}".splitlines()[0][:90]), None
 
     def judged(self, row: Row, found: measure.Record, way: Way) -> Row:
-        """The row with a word for gradients, dropout and buffers."""
-        word = self.word(row.system, found, quiet=False)
-        quietly = word
-        if self.draws and word.startswith(("WRONG", "draws")):
+        """The row with a word for gradients, dropout and buffers.
+
+        Where dropout goes wrong, the others are judged without it.
+        """
+        quiet = False
+        dropout = self.gradients(row.system, found, quiet) if self.draws else "-"
+        if dropout.startswith(("WRONG", DRAWS)):
+            quiet = True
             with without_dropout(self.subject.model):
-                alone = self.record(way(self.subject.model, self.subject.inputs))
-            quietly = self.word(row.system, alone, quiet=True)
-        counted = replace(self.eager, outputs=[], gradients={})
-        buffers = verdict(counted, replace(found, outputs=[], gradients={}, rng=counted.rng))
+                found = self.record(way(self.subject.model, self.subject.inputs))
         return replace(
             row,
-            gradients=quietly,
-            dropout=word if self.draws else "-",
-            buffers=buffers if counted.buffers else "-",
+            gradients=self.gradients(row.system, found, quiet),
+            dropout=dropout,
+            buffers=self.buffers(row.system, found, quiet),
         )
 
-    def word(self, system: str, found: measure.Record, quiet: bool) -> str:
-        """What became of outputs and gradients."""
+    def gradients(self, system: str, found: measure.Record, quiet: bool) -> str:
+        """What became of outputs and gradients, in a word."""
         if system == "torch.compile" and self.draws and not quiet:
-            return "draws others"
+            return DRAWS
+        return self.verdict(system, replace(found, buffers={}), quiet)
+
+    def buffers(self, system: str, found: measure.Record, quiet: bool) -> str:
+        """What became of buffers, in a word."""
+        if not self.eager.buffers:
+            return "-"
+        return self.verdict(system, replace(found, outputs=[], gradients={}), quiet)
+
+    def verdict(self, system: str, found: measure.Record, quiet: bool) -> str:
+        """What became of the parts that are found; a system with Inductor is beside Inductor."""
         inductor = system in INDUCTOR
         peer = "torch.compile" if inductor and system != "torch.compile" else "eager"
         wanted = self.wanted(peer, quiet)
         allowed = loosely(wanted) if inductor else None
-        return verdict(replace(wanted, buffers={}), replace(found, rng=wanted.rng), allowed)
+        outputs = wanted.outputs if found.outputs else []
+        gradients = wanted.gradients if found.gradients else {}
+        buffers = wanted.buffers if found.buffers else {}
+        wanted = measure.Record(outputs, gradients, buffers, found.rng)
+        return compared(wanted, found, allowed)
 
     def timed(self, found: list[tuple[Row, Callable[..., Any] | None]], rounds: int) -> list[Row]:
         """The rows with their times, taken in turn beside eager."""
@@ -330,7 +350,7 @@ class Bench:
         return replace(row, limit=plan.floor_bytes, curve=tuple(curve))
 
 
-def verdict(
+def compared(
     wanted: measure.Record,
     found: measure.Record,
     allowed: Callable[[Tensor], float] | None = None,
@@ -456,6 +476,8 @@ def main() -> None:
         if options.table:
             options.table.write_text(pages.page(found))
         return
+    if options.rounds is not None and options.rounds < FEWEST_ROUNDS:
+        parser().error(f"--rounds {options.rounds}: quartiles need at least {FEWEST_ROUNDS}")
     effort = QUICK if options.quick else Effort()
     if options.rounds:
         effort = replace(effort, rounds=options.rounds)

@@ -128,7 +128,7 @@ def read(path: Path) -> dict[Key, Row]:
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             row = _row(json.loads(line))
-        except (TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number} is no row of `benchmarks.pareto`") from error
         rows[row.key] = row
     return rows

@@ -1,5 +1,6 @@
 """The benchmark of every peer: its columns tell right from wrong, and it goes on where it was."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from benchmarks.pareto import (
 from benchmarks.promises import Subject
 from benchmarks.rows import Row, ahead, answers, beaten, frontier
 
-EFFORT = Effort(shares=(70,), budgets=(0.3,), rounds=2)
+EFFORT = Effort(shares=(70,), budgets=(0.3,), rounds=3)
 ALONE = ("eager", "checkpoint", "budget", "fxrecals", "fxrecals-engine")
 """Systems that need torch alone, with its eager kernels."""
 
@@ -116,7 +117,7 @@ def test_what_is_done_is_not_measured_again(measured: list[Row]) -> None:
 @pytest.mark.slow
 def test_inductor_is_compared_with_inductor() -> None:
     found: list[Row] = []
-    run(tiny(), INDUCTOR, Effort((100,), (1.0,), 2), {}, found.extend)
+    run(tiny(), INDUCTOR, Effort((100,), (1.0,), 3), {}, found.extend)
     right = {r.system: r for r in found if r.system != "plan" and r.setting != "floor"}
     assert right.keys() == set(INDUCTOR)
     for row in right.values():
@@ -251,7 +252,7 @@ def test_a_page_names_commands_and_who_is_ahead(measured: list[Row]) -> None:
     page = pages.page([*measured, slow])
     assert "run me" in page
     assert "WRONG" in page
-    assert "| tiny    | fxrecals slow |" in page
+    assert re.search(r"\| tiny +\| fxrecals slow +\|", page)
     assert page.count("\n## tiny\n") == 1
 
 
