@@ -140,7 +140,9 @@ def moe() -> Made:
 
 
 def diffusion() -> Made:
-    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+    from diffusers.models.unets.unet_2d_condition import (  # pyright: ignore[reportMissingImports]
+        UNet2DConditionModel,
+    )
 
     model = UNet2DConditionModel(
         sample_size=32, block_out_channels=(64, 128), layers_per_block=1, cross_attention_dim=64,

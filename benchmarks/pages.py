@@ -40,22 +40,29 @@ limit, where a system takes one in bytes; buildz-gpu's number bounds what it kee
 *gradients*, *dropout*, *buffers*: what two steps from one seed leave beside plain eager's, without
 and with dropout, and with BatchNorm's counts. *same*: the same bits. *close*: within rounding.
 *WRONG*: so many tensors are neither. -: the model draws no random number, or has no buffer. Systems
-with Inductor are compared with `torch.compile`, which draws other numbers than eager.
+with Inductor are compared with `torch.compile`, which draws other numbers than eager. An error in
+place of a peak says why a system cannot do it.
 
 """
 
 
+PICTURE = "![Step time against peak of {model}, by system](img/pareto/{model}.svg)\n\n"
+"""As `draw` writes it beside the page."""
+
+QUICK = " Quick runs: small models at few limits, with eager's kernels alone."
+
+
 def page(rows: list[Row]) -> str:
     """All of it, as Markdown that says by which commands the rows were made."""
-    plots = [f"- [{model}](img/pareto/{model}.svg)" for model in _models(rows)]
-    return (
-        HEAD + _made_by(rows) + "\n\n## Plots\n\n" + "\n".join(plots) + "\n\n" + tables(rows) + "\n"
-    )
+    return f"{HEAD}{_made_by(rows)}\n\n{tables(rows, PICTURE)}\n"
 
 
-def tables(rows: list[Row]) -> str:
-    """A table a model, and who is ahead of whom."""
-    parts = [f"## {model}\n\n{_table(found)}" for model, found in _models(rows).items()]
+def tables(rows: list[Row], before: str = "") -> str:
+    """A table a model, with a text about the model before it, and who is ahead of whom."""
+    parts = [
+        f"## {model}\n\n{before.format(model=model)}{_table(found)}"
+        for model, found in _models(rows).items()
+    ]
     return "\n\n".join([*parts, f"## Who is ahead\n\n{_ahead(rows)}"])
 
 
@@ -66,7 +73,8 @@ def _made_by(rows: list[Row]) -> str:
         if row.machine:
             runs[tuple(row.machine.get(name, "") for name in names)] = None
     made = tabulate(list(runs), names, tablefmt="github", disable_numparse=True)
-    return f"Made by these commands, and written by `--table`:\n\n{made}"
+    quick = all("--quick" in row.machine.get("command", "") for row in rows)
+    return f"Made by these commands, and written by `--table`.{QUICK if quick else ''}\n\n{made}"
 
 
 def _models(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -98,23 +106,29 @@ def _cells(row: Row, compiled: float | None) -> list[str]:
 
 def _ahead(rows: list[Row]) -> str:
     found = beaten(rows)
-    judged = sum(row.ours and row.times is not None for row in rows)
+    lost = {ours.key for ours, _, _ in found}
+    judged = [row for row in rows if row.ours and row.times is not None]
+    counts = [
+        f"{sum(r.key in lost for r in judged if r.system == system)} of "
+        f"{sum(r.system == system for r in judged)} rows of {system}"
+        for system in dict.fromkeys(row.system for row in judged)
+    ]
+    said_so = f"""\
+A peer has a smaller peak and a smaller time, beyond both quartiles, than:
+{", ".join(counts) or "no row of ours"}."""
     if not found:
-        return f"Of {judged} rows of ours, a peer has a smaller peak and a smaller time in none."
+        return said_so
     shown = [
         [ours.model, *said(ours), *said(peer), _wrong(peer), *said(answer)]
         for ours, peer, answer in found
     ]
     each = ("peak", "time")
     heads = ["model", "ours", *each, "peer ahead", *each, "wrong in", "our answer", *each]
-    table = tabulate(shown, heads, tablefmt="github", disable_numparse=True)
-    beaten_rows = len({ours.key for ours, _, _ in found})
     return f"""\
-Of {judged} rows of ours, a peer has a smaller peak and a smaller time, beyond both quartiles, in
-{beaten_rows}. *Our answer* is the fastest of our rows that is within the peer's peak, and not
-slower beyond both quartiles.
+{said_so} *Our answer* is the fastest of our rows that is within that
+peer's peak, and not slower beyond both quartiles.
 
-{table}"""
+{tabulate(shown, heads, tablefmt="github", disable_numparse=True)}"""
 
 
 def _wrong(row: Row) -> str:

@@ -274,7 +274,7 @@ class Bench:
             row = self.judged(row, self.record(call), entry.way)
             return replace(row, peak=self.peak(call)), call
         except fxrecals.InfeasibleLimitError as error:
-            return replace(row, note=f"floor {mib(error.floor_bytes)}"), None
+            return replace(row, note=f"floor {mib(error.floor_bytes)} MiB"), None
         except Exception as error:  # a row of the table, whatever it is
             return replace(row, note=f"{type(error).__name__}: {error}".splitlines()[0][:90]), None
 

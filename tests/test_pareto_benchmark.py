@@ -253,12 +253,14 @@ def test_a_page_names_commands_and_who_is_ahead(measured: list[Row]) -> None:
     assert "run me" in page
     assert "WRONG" in page
     assert re.search(r"\| tiny +\| fxrecals slow +\|", page)
-    assert page.count("\n## tiny\n") == 1
+    assert re.search(r"[1-9]\d* of \d+ rows of fxrecals,", page)
+    assert page.count("\n## tiny\n\n![") == 1
+    assert pages.QUICK not in page
 
 
 def test_a_page_says_so_where_nobody_is_ahead() -> None:
     ours = Row("m", "fxrecals", peak=9, times=(1.1, 1.2, 1.3))
-    assert "in none" in pages.tables([ours])
+    assert "0 of 1 rows of fxrecals." in pages.tables([ours])
 
 
 def test_time_against_torch_compile_is_the_ratio_of_both_over_eager() -> None:
