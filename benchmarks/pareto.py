@@ -471,6 +471,8 @@ def main() -> None:
     options = parser().parse_args()
     if options.table or options.plots:
         found = list(rows.read(options.rows).values())
+        if not found:
+            parser().error(f"{options.rows} has no rows; make them by a run without --table")
         if options.plots:
             pages.draw(options.plots, found)
         if options.table:
