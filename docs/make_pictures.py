@@ -1,16 +1,21 @@
 """Draws the pictures of the documentation: live bytes over a training step.
 
     python docs/make_pictures.py
+    python docs/make_pictures.py report   # the screenshot of the page alone
 
 Writes ``docs/img/gpt2.svg`` (GPT-2 of `examples/train_gpt2.py`, kept whole and under 35 %) and
 ``docs/img/chain.svg`` (the four ops of ``docs/how-it-works.md``), each with its figures beside it
-as CSV. Needs ``pip install "fxrecals[plot,test]"``. Colours are of middle brightness, on no
-background, so that the pictures can be read on light and on dark pages.
+as CSV; and ``docs/img/report.png``, the page of a plan for GPT-2 on a GPU that is not there, as
+Chromium shows it. Needs ``pip install "fxrecals[plot,test]"``. Colours of the curves are of middle
+brightness, on no background, so that they can be read on light and on dark pages.
 """
 
 from __future__ import annotations
 
 import csv
+import shutil
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +36,16 @@ Curve = tuple[list[float], list[float]]
 """Milliseconds and live megabytes."""
 
 
-def main() -> None:
-    """Draws all of them."""
+def main(only: str = "") -> None:
+    """Draws all of them, or only the report."""
     FOLDER.mkdir(exist_ok=True)
+    if only != "report":
+        draw_curves()
+    photograph(large_plan())
+
+
+def draw_curves() -> None:
+    """Live bytes of both examples."""
     plan = gpt2_plan()
     draw(
         "gpt2",
@@ -50,6 +62,39 @@ def main() -> None:
         limit_mb=45.0,
         title="Four ops, limit 45 MB",
     )
+
+
+def large_plan() -> fxrecals.Plan:
+    """GPT-2 with 124 million parameters, 8 sequences of 1024 tokens, planned for an H100: on
+    ``meta``, where nothing is allocated."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from fxrecals.cost import GPUS, Roofline
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(use_cache=False)).train()
+        ids = torch.zeros(8, 1024, dtype=torch.long)
+    example = {"input_ids": ids, "labels": ids}
+    return fxrecals.plan(model, example, "40%", cost=Roofline(GPUS["H100"]), device="cuda")
+
+
+def photograph(plan: fxrecals.Plan) -> None:
+    """The top of a plan's page, with the pointer on the chart."""
+    from playwright.sync_api import sync_playwright
+
+    names = ("chromium", "chromium-browser", "google-chrome")
+    browser_path = next(filter(None, map(shutil.which, names)))
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
+        path = Path(folder) / "plan.html"
+        plan.to_html(path)
+        browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1120, "height": 860})
+        page.goto(path.as_uri())
+        box = page.locator("#memory .plot").bounding_box()
+        page.mouse.move(box["x"] + 0.62 * box["width"], box["y"] + 0.2 * box["height"])
+        page.screenshot(path=FOLDER / "report.png")
+        browser.close()
 
 
 def gpt2_plan() -> fxrecals.Plan:
@@ -178,4 +223,4 @@ def write(path: Path, curves: dict[str, Curve]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -8,6 +8,7 @@ model = fxrecals.compile(model, limit="4GB")
 """
 
 from fxrecals.api import plan, rewrite
+from fxrecals.doctoring import doctor
 from fxrecals.dynamo import backend
 from fxrecals.engine import Evictable, recals
 from fxrecals.errors import (
@@ -40,6 +41,7 @@ __all__ = [
     "Plan",
     "backend",
     "compile",
+    "doctor",
     "fit",
     "load",
     "monitor",

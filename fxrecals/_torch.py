@@ -10,13 +10,17 @@ import inspect
 import logging
 import os
 import re
+import traceback
 import types
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -191,20 +195,143 @@ def inductor_partitioner(partition: Callable[..., Any], identity: Callable[[], A
 
 
 def compile_with_inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: Any, patches: dict[str, Any]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partitioner: Any,
+    patches: dict[str, Any],
+    of_halves: Callable[[], dict[str, Any]],
 ) -> Callable[..., Any]:
     """Inductor's own compilation of a Dynamo graph, with another partitioner (torch 2.13).
 
-    AOTAutograd's cache is left out: a hit would skip the partitioner, and so the plan. Inductor's
-    cache of generated code stays.
+    AOTAutograd's cache is left out: a hit would skip the partitioner, and so the plan. Both halves
+    are compiled at once. The settings `of_halves` are asked for after the partitioner.
     """
     import torch._functorch.config as functorch_config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    config = {"custom_partitioner_fn": partitioner, **patches}
-    with functorch_config.patch(enable_autograd_cache=False):
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=config)
+    def compile_half(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(of_halves()):
+            return compile_fx_inner(*args, **kwargs)
+
+    settings = {"custom_partitioner_fn": partitioner, **patches}
+    functorch = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with functorch_config.patch(functorch):
+        compiled: Any = compile_fx(
+            gm, list(example_inputs), inner_compile=compile_half, config_patches=settings
+        )
         return compiled
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a half of a graph takes once Inductor has fused it and put it in order.
+
+    Attributes:
+        is_backward: which half.
+        peak_bytes: the most bytes at any moment: buffers, inputs that it frees, outputs.
+        given: names of its inputs.
+    """
+
+    is_backward: bool
+    peak_bytes: int
+    given: frozenset[str]
+
+
+def noting_lowered(
+    note: Callable[[Lowered], None], free: Collection[int], scratch: Callable[[str], int]
+) -> dict[str, Any]:
+    """Settings with which Inductor tells what the halves take.
+
+    Args:
+        note: is called with each half.
+        free: indices of the backward's outputs that count nothing once they are made.
+        scratch: bytes that an op takes beside its outputs, by its name in the graph.
+
+    Inductor's own pass that orders kernels for peak memory runs within: what it gives is final.
+    With a pass of this kind, Inductor leaves its cache of graphs out, that of kernels stays.
+    `_post_fusion_custom_pass` and `_inductor/memory.py`, read in torch 2.13.
+    """
+    from torch._inductor import config, ir, memory
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    reorders = config.reorder_for_peak_memory
+
+    def count(nodes: list[Any]) -> list[Any]:
+        lowering = V.graph
+        scheduler, inputs = lowering.scheduler, OrderedSet(lowering.graph_inputs)
+        numbers = (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)
+        made = {i: x for i, x in enumerate(lowering.graph_outputs) if not isinstance(x, numbers)}
+        outputs = OrderedSet(lowering.get_output_names())
+        prepared = scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs
+        ordered = memory.reorder_for_peak_memory(nodes, *prepared)
+        nodes = ordered if reorders else nodes
+        readable = memory.get_freeable_input_buf(nodes, inputs)
+        buffers, _, _ = memory.compute_memory_timeline(nodes, readable, outputs)
+        apart = free if lowering.is_backward else ()
+        uncounted = {made[i].get_name() for i in apart if i in made}
+        change = [0] * (len(nodes) + 1)
+        for buffer in buffers:
+            end = buffer.end_step
+            end = buffer.start_step if buffer.buffer.get_name() in uncounted else end
+            change[buffer.start_step] += buffer.size_alloc
+            if end != -1:
+                change[end + 1] -= buffer.size_free
+        beside = [_scratch_of(node, ir.ExternKernel, scratch) for node in nodes]
+        live = list(accumulate(change))
+        peak = max((a + b for a, b in zip(live, beside, strict=False)), default=0)
+        note(Lowered(bool(lowering.is_backward), peak, frozenset(inputs)))
+        return nodes
+
+    return {"_post_fusion_custom_pass": _Unpickled(count), "reorder_for_peak_memory": False}
+
+
+def _scratch_of(node: Any, kernel: type, scratch: Callable[[str], int]) -> int:
+    """The most that one of the ops in a node of Inductor's scheduler takes beside its outputs."""
+    made = (inner.node for inner in node.get_nodes())
+    origins = (x.name for ir in made if isinstance(ir, kernel) for x in ir.origins)
+    return max(map(scratch, origins), default=0)
+
+
+class _Unpickled:
+    """A function that a cache key has nothing of."""
+
+    def __init__(self, function: Callable[[list[Any]], list[Any]]) -> None:
+        self._function = function
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        return self._function(nodes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, ()
+
+
+ALL_LAYOUTS_KEPT = {"layout_optimization": False}
+"""Settings with which Inductor runs convolutions in the layouts that they have (torch 2.13)."""
+
+
+def channels_last_bytes(joint: fx.GraphModule) -> int:
+    """Bytes of the copies that Inductor makes of a graph's inputs, parameters among them, to run
+    convolutions in channels-last, and keeps for the backward; 0 where it does not.
+
+    `GraphLowering.decide_layout_opt`, read in torch 2.13, `_inductor/graph.py`.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    if not GraphLowering.decide_layout_opt(joint, is_inference=False):
+        return 0
+    found: set[fx.Node] = set()
+    for node in joint.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.convolution.default
+    ):
+        read = (node.args[0], node.args[1])
+        found |= {x for x in read if isinstance(x, fx.Node) and x.op == "placeholder"}
+    values = [node.meta["val"] for node in found]
+    copied = (
+        x for x in values if x.dim() < 4 or not x.is_contiguous(memory_format=torch.channels_last)
+    )
+    return sum(map(storage_bytes, copied))
 
 
 def inductor_mode(mode: str | None) -> dict[str, Any]:
@@ -506,15 +633,15 @@ def alias(tensor: Tensor) -> Tensor:
     """Another tensor in the same place, without a graph, whose version counts the same writes.
 
     Below the key ADInplaceOrView, where dispatch modes run, a `detach` would count its own. Guards
-    read in torch 2.13, `torch/csrc/utils/init.cpp`; the first holds until it is deleted.
+    read in torch 2.13, `torch/csrc/utils/init.cpp`.
     """
     c: Any = torch._C
-    counting = c._SetExcludeDispatchKeyGuard(c.DispatchKey.ADInplaceOrView, False)
-    try:
-        with unseen():
+    counting = c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
+    with unseen():
+        included = c._dispatch_tls_local_include_set()
+        excluded = c._dispatch_tls_local_exclude_set()
+        with c._ForceDispatchKeyGuard(included, excluded - counting):
             return tensor.detach()
-    finally:
-        del counting
 
 
 def unseen() -> Any:
@@ -978,7 +1105,25 @@ def depends_on_data(error: BaseException) -> bool:
 def root_reason(error: BaseException) -> str:
     """The first line of what went wrong first, without the layers that Dynamo wraps around it."""
     root = list(_chain(error))[-1]
-    return f"{type(root).__name__}: {str(root).strip().partition(chr(10))[0]}"
+    first = str(root).strip().partition(chr(10))[0].rstrip(".")
+    return f"{type(root).__name__}: {first}"
+
+
+_USER_CODE = re.compile(r"from user code:?\s+(?:.*\n)*?\s*File ", re.I)
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_OWN = tuple(str(Path(found).parent) + os.sep for found in (__file__, torch.__file__))
+
+
+def user_line(error: BaseException) -> str:
+    """Where in the user's Python tracing failed, as ``file:line``, or "".
+
+    Dynamo writes the lines into its messages (torch 2.13); what ran as Python has a traceback.
+    """
+    chain = list(_chain(error))
+    said = [x for e in chain if _USER_CODE.search(str(e)) for x in _LINE.findall(str(e))]
+    ran = [(f.filename, f.lineno) for e in chain for f in traceback.extract_tb(e.__traceback__)]
+    places = [place for place in said or ran if not place[0].startswith(("<", *_OWN))]
+    return f"{os.path.basename(places[-1][0])}:{places[-1][1]}" if places else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -992,13 +1137,107 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or inner or found.__context__
 
 
+_is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
+
+
+def _is_heard(record: logging.LogRecord) -> bool:
+    return not _is_quiet.get()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging what is raised as an error as well (torch 2.13)."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+    """Keeps torch from logging what is raised as an error as well, in this thread (torch 2.13)."""
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_heard)  # once, if it is there
+    token = _is_quiet.set(True)
     try:
         yield
     finally:
-        logger.disabled = before
+        _is_quiet.reset(token)
+
+
+# --- watching a training program (torch 2.13) ---------------------------------------------------
+
+
+@contextmanager
+def backwards_observed(around: Callable[..., Any]) -> Iterator[None]:
+    """Calls ``around(run, roots, keep_graph, create_graph)`` for each backward; `run` runs it.
+
+    `_engine_run_backward`, which `backward()` and `torch.autograd.grad` both call. Read in torch
+    2.13, `autograd/__init__.py`.
+    """
+    module: Any = torch.autograd
+    original_run = module._engine_run_backward
+
+    def run(roots: Any, gradients: Any, keep: Any, create: Any, *args: Any, **kwargs: Any) -> Any:
+        now = partial(original_run, roots, gradients, keep, create, *args, **kwargs)
+        return around(now, roots, bool(keep), bool(create))
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = original_run
+
+
+@contextmanager
+def saved_tensors_observed(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Iterator[None]:
+    """Saved-tensor hooks under which transforms that refuse such hooks work, unobserved.
+
+    `torch.func.grad` raises where hooks are set already, unless it is told to let them be:
+    `_saved_tensors_hooks_disable`, read in torch 2.13, `csrc/autograd/init.cpp`.
+    """
+    c: Any = torch._C
+    module = c._autograd
+    disable = module._saved_tensors_hooks_disable
+    module._saved_tensors_hooks_disable = lambda message, *_: disable(message, False)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        module._saved_tensors_hooks_disable = disable
+
+
+@contextmanager
+def batches_observed(took: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Calls ``took(iterator, batch)`` for each batch that an iterator of a DataLoader gives.
+
+    `_BaseDataLoaderIter.__next__`, read in torch 2.13, `utils/data/dataloader.py`.
+    """
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    following = _BaseDataLoaderIter.__next__
+
+    def observed(self: Any) -> Any:
+        batch = following(self)
+        took(self, batch)
+        return batch
+
+    _BaseDataLoaderIter.__next__ = observed
+    try:
+        yield
+    finally:
+        _BaseDataLoaderIter.__next__ = following
+
+
+def keywords_of_call(frame: types.FrameType) -> dict[str, Any]:
+    """The keyword arguments of a module's call, seen from the frame that runs a global hook.
+
+    Global hooks are not given them. Read in torch 2.13, `nn/modules/module.py`, `_call_impl`.
+    """
+    return dict(frame.f_locals.get("kwargs", {}))
+
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
+
+
+def hooks_on(x: Any) -> int:
+    """How many hooks a module or a tensor has (torch 2.13)."""
+    return sum(len(getattr(x, name, None) or ()) for name in HOOKS)

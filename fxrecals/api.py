@@ -50,7 +50,9 @@ def plan(
 ) -> Plan:
     """What training `model` under `limit` would keep and run again, before any step is taken.
 
-    The model is traced under fake tensors: nothing of it is run, and no activation is allocated.
+    A copy of the model is traced under fake tensors: no kernel of it runs, and no activation is
+    allocated. Its Python does run, once, as a trace needs it: what it changes outside of the model,
+    such as a global counter, is changed.
 
     Args:
         model: in training mode as it will be trained; may be on ``meta``.
@@ -134,7 +136,7 @@ def rewrite(
         solver: as for `plan`.
 
     Raises:
-        The same errors as `plan`, before anything has run.
+        FxrecalsError: as `plan` does, before anything has run.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
     >>> small = rewrite(model, torch.randn(512, 64), limit="80%")

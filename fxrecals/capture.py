@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fxrecals import _torch
 from fxrecals.cost import Cost, generators_kept, is_there
-from fxrecals.errors import CaptureError, OptionError
+from fxrecals.errors import CALLERS_LOSS, CaptureError, OptionError
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value
 from fxrecals.reading import LOSS_TENSORS, Ports, caller, ports, read, with_loss_held
 from fxrecals.runtime import describe, tensors_of
@@ -163,9 +163,11 @@ def capture(
             compiled = _torch.compile_alone(_call, recorder.backend, 1 << 20)
             result = compiled(twin, *args, **kwargs)
     except Exception as error:
+        line = _torch.user_line(error)
         raise CaptureError(
             f"{type(model).__name__} cannot be traced with example={_described(example)}: "
-            f"{_torch.root_reason(error)}; what works: {_remedy(error)}"
+            f"{_torch.root_reason(error)}{f' ({line})' if line else ''}; what works: "
+            f"{_remedy(error)}"
         ) from error
     found = recorder.captured(result)
     names = _outside_names(twin, (args, kwargs))
@@ -239,7 +241,7 @@ def _copy_remedy(model: nn.Module) -> str:
                 "fxrecals.plan or fxrecals.rewrite before fully_shard, or after it "
                 "torch.compile(model, backend=fxrecals.backend(limit))"
             )
-    return "a model that copy.deepcopy accepts"
+    return "a model that copy.deepcopy accepts, or fxrecals.recals(limit), which copies nothing"
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -300,14 +302,14 @@ def _undisturbed() -> Iterator[None]:
 def _remedy(error: Exception) -> str:
     if _torch.depends_on_data(error):
         return (
-            "a model whose Python does not branch on values of tensors, or "
-            "torch.compile(model, backend=fxrecals.backend(limit)), which plans each graph when "
-            "the step reaches it, or torch.utils.checkpoint around parts of the model"
+            "a model whose Python does not branch on values of tensors, or fxrecals.recals(limit), "
+            "which runs any Python, or torch.compile(model, backend=fxrecals.backend(limit)), "
+            "which plans each graph when the step reaches it"
         )
     return (
         "an example with which the model runs, as a tensor, a tuple of arguments or a dict of "
         "keyword arguments; if it does run, torch.compile cannot trace it, and "
-        "torch.utils.checkpoint around parts of it is the way"
+        "fxrecals.recals(limit), which runs any Python, is the way"
     )
 
 
@@ -419,8 +421,9 @@ class _Recorder:
             )
         return (
             "nothing could be traced: torch.compile skips this model (an nn.LSTM or nn.GRU, a "
-            "disabled compiler, or a break in every line); what works: for recurrent layers "
-            "torch._dynamo.config.allow_rnn = True, else torch.utils.checkpoint"
+            "disabled compiler, a break in every line, or no op at all); what works: "
+            "fxrecals.recals(limit), which runs any Python, or for recurrent layers "
+            "torch._dynamo.config.allow_rnn = True"
         )
 
     def _run_at(self, index: int, returned: Collection[int | None]) -> Run:
@@ -589,7 +592,7 @@ def _joined_backward(
     """The loss and all backwards; by storage of a tangent that is one gradient: that gradient."""
     by_loss = _loss_tangents(parts, values)
     scratch_bytes = _loss_scratch([values[name] for name in by_loss])
-    ops = [caller("loss", dict.fromkeys(_results(parts)), by_loss, scratch_bytes)]
+    ops = [caller(CALLERS_LOSS, dict.fromkeys(_results(parts)), by_loss, scratch_bytes)]
     aliases: dict[str, Value] = {}
     later: tuple[str, ...] = ()  # tangents of the graph whose backward ran just before
     for index, part in reversed(list(enumerate(parts))):

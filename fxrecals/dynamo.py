@@ -26,11 +26,11 @@ from torch import Tensor, fx
 
 from fxrecals import _torch
 from fxrecals.capture import Captured, Joint, step
-from fxrecals.compiling import Compilation, Untraced, input_shapes
+from fxrecals.compiling import Compilation, Untraced, handed_bytes, input_shapes
 from fxrecals.cost import Cost, Free, generators_kept
 from fxrecals.engine import Recals
 from fxrecals.errors import DoubleBackwardError, InfeasibleLimitError, OptionError
-from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes, is_charged
+from fxrecals.ir import Graph, Peak, Trait, bounded_graph, gradient_bytes
 from fxrecals.ledger import Held, Ledger
 from fxrecals.planning import limit_bytes, named_cost, named_peak, plan_graph, solve_within
 from fxrecals.plans import Plan
@@ -349,7 +349,7 @@ class Backend:
             except InfeasibleLimitError as error:
                 found = copy.copy(error)  # without the frames that it has been through
                 if example_inputs is not None:  # DDP asks AOTAutograd what it found, in any case
-                    self._compiled(site, sizes, Schedule.keeping_everything, example_inputs)
+                    self._compiled(site, sizes, _keep_everything, example_inputs)
                     site.versions.clear()
         site.remember(sizes, found)
         return found
@@ -373,12 +373,27 @@ class Backend:
             return None
         return self._given.part(prefixes[place], graph)
 
-    def _decider(self, site: Site) -> Callable[[Graph], Any]:
-        def decide(graph: Graph) -> Any:
+    def _tightened(self, plan: Plan, less_bytes: int) -> Plan:
+        """A plan for so much less than another one's limit, or for the floor."""
+        limit = self.settings.limit
+        assert limit is not None
+        assert plan.limit_bytes is not None
+        allowance = max(plan.limit_bytes - less_bytes, plan.floor_bytes)
+        note = (
+            f"planned for {format_bytes(plan.limit_bytes - allowance)} less than "
+            f"{format_bytes(plan.limit_bytes)}: Inductor's kernels take that much more than the ops"
+        )
+        found: Plan = self._ask(plan.graph, limit, allowance)
+        return replace(found, notes=(*found.notes, note))
+
+    def _decider(self, site: Site) -> Callable[[Graph, int], Any]:
+        def decide(graph: Graph, less_bytes: int) -> Any:
             given = self._given_part(graph)
             if given is not None:
                 return given
             planned = self.plan(graph, is_followed=self._is_followed(site))
+            if less_bytes and isinstance(planned, Plan):
+                planned = self._tightened(planned, less_bytes)
             self.remember(planned)
             return planned
 
@@ -388,7 +403,7 @@ class Backend:
         self,
         site: Site,
         sizes: Sizes,
-        decide: Callable[[Graph], Any],
+        decide: Callable[[Graph, int], Any],
         example_inputs: Sequence[Any] | None = None,
     ) -> Version:
         """A new version of a graph.
@@ -402,10 +417,44 @@ class Backend:
         Raises:
             InfeasibleLimitError: `decide` did.
         """
+        plans = self.plans
+        version, over = self._compile(site, sizes, decide, example_inputs)
+        if over > 0:
+            self.plans, loose, before = plans, version, over
+            version, over = self._compile(site, sizes, decide, example_inputs, before)
+            version = loose if over >= before else version
+            if over > 0:
+                warnings.warn(
+                    f"what Inductor makes of the graph at {_torch.source_of(site.gm)} takes "
+                    f"{format_bytes(min(over, before))} more than limit={self.settings.limit}, "
+                    f'as far as its kernels tell; inner="eager" keeps it',
+                    stacklevel=2,
+                )
+        site.versions.append(version)
+        return version
+
+    def _compile(
+        self,
+        site: Site,
+        sizes: Sizes,
+        decide: Callable[[Graph, int], Any],
+        example_inputs: Sequence[Any] | None,
+        less_bytes: int = 0,
+    ) -> tuple[Version, int]:
+        """A version of a graph, planned for so much less than the limit, and by how much it passes
+        the limit all the same."""
         settings = self.settings
         named = (str(settings.limit), settings.solver)
         compilation = Compilation(
-            self.read, decide, self.held, settings.inner, named, site.known(sizes)
+            self.read,
+            decide,
+            self.held,
+            settings.inner,
+            settings.limit is not None,
+            settings.peak,
+            named,
+            site.known(sizes),
+            less_bytes,
         )
         try:
             if example_inputs is not None:
@@ -419,9 +468,7 @@ class Backend:
             if compilation.was_traced or _torch.steers_dynamo(error):
                 raise
             raise Untraced(error) from error
-        version = Version(call, compilation.part)
-        site.versions.append(version)
-        return version
+        return Version(call, compilation.part), compilation.over_bytes()
 
     def _fitting(self, site: Site, sizes: Sizes) -> Version | None:
         """The cheapest version that was made for other sizes and holds the limit at these.
@@ -573,7 +620,7 @@ class Backend:
         )
         which = "the graph" if self.ledger.is_empty else "the graph after the break"
         warnings.warn(
-            f"{which} at {next(sources, 'an unknown line')} {found}. {then}",
+            f"{which} at {next(sources, 'an unknown line')} {found}; {then}",
             stacklevel=2,
         )
 
@@ -642,14 +689,16 @@ class Backend:
 
     def _with_schedule(self, site: Site, sizes: Sizes, schedule: Schedule) -> Version:
         """The version of a graph that runs a schedule."""
-        return site.with_schedule(schedule) or self._compiled(site, sizes, lambda graph: schedule)
+        return site.with_schedule(schedule) or self._compiled(
+            site, sizes, lambda graph, less: schedule
+        )
 
     def _warn_of_breaks(self, plan: Plan, seen: Captured) -> None:
         """Says, once, what breaks cost a step that has to recompute."""
         if self._has_warned_of_breaks or not seen.breaks or plan.extra_seconds <= 0:
             return
         self._has_warned_of_breaks = True
-        handed = format_bytes(_handed_bytes(plan.graph))
+        handed = format_bytes(handed_bytes(plan.graph))
         extra = 100 * plan.extra_seconds / max(plan.baseline_seconds, 1e-12)
         warnings.warn(
             f"the step is {len(seen.runs)} graphs, planned together from now on, under "
@@ -663,6 +712,10 @@ class Backend:
         self.plans = (*self.plans, planned)[-MOST_PLANS:]
 
 
+def _keep_everything(graph: Graph, _: int) -> Schedule:
+    return Schedule.keeping_everything(graph)
+
+
 def _refuse_second_derivatives(gradients: Sequence[Any]) -> None:
     """Raises an error of ours where autograd would go through a backward graph."""
     made = (x.grad_fn for x in gradients if isinstance(x, Tensor))
@@ -672,10 +725,3 @@ def _refuse_second_derivatives(gradients: Sequence[Any]) -> None:
 
 def _raise_double_backward(_: Any) -> None:
     raise DoubleBackwardError
-
-
-def _handed_bytes(graph: Graph) -> int:
-    """Bytes of what graphs of a step hand to later ones."""
-    forward = (op for op in graph.forward if Trait.CALLER in op.traits)
-    handed = (graph.values[name] for op in forward for name in op.inputs)
-    return sum({value.storage: value.nbytes for value in handed if is_charged(value)}.values())

@@ -17,6 +17,9 @@ from fxrecals.formats import format_bytes
 
 E = TypeVar("E", bound="FxrecalsError")
 
+CALLERS_LOSS = "loss"
+"""Name of the op that stands for what the caller does between forward and backward."""
+
 _SHOWN_CHARACTERS = 120
 _SHOWN_SHAPES = 4
 
@@ -153,9 +156,10 @@ def _infeasible(error: InfeasibleLimitError) -> str:
         limit, floor = f"{error.limit_bytes} bytes", f"{error.floor_bytes} bytes"
     if error.so_far:
         return (
-            f"limit {limit} is below the {floor} that {error.op} needs, with all evicted that can "
-            f'be; later ops may need more: with on_overflow="exceed" the step runs all the same, '
-            f"and stats.peak tells a limit that works"
+            f"limit {limit} is below the {floor} that are alive when {error.op} runs, with all "
+            f"evicted that can be; what works: at least limit={error.floor_bytes}, if no later op "
+            f'needs more, or on_overflow="exceed", with which the step runs all the same, and '
+            f"after it stats.peak is a limit that works"
         )
     bounded = "" if error.peak == "activations" else f" of the {error.peak} peak"
     on_device = f" on {error.device}" if error.device else ""
@@ -198,6 +202,8 @@ def _proved(error: InfeasibleLimitError) -> str:
 def _set_by(error: InfeasibleLimitError) -> str:
     if not error.op:
         return ""
+    if error.op == CALLERS_LOSS:
+        return ", set by your loss, between forward and backward"
     module = f" in {error.module}" if error.module else ""
     source = f" ({error.source})" if error.source else ""
     return f", set by {error.op}{module}{source}"

@@ -49,6 +49,8 @@ def call(factory: Factory, **options: Any) -> Made:
     Raises:
         OptionError: it cannot be called so, or returns something else.
     """
+    if isinstance(factory, nn.Module):
+        raise OptionError("factory", type(factory).__name__, f"a function that returns {RETURNS}")
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
@@ -83,11 +85,11 @@ def _read(factory: Factory, made: Any) -> Made:
     if len(rest) == 1 and isinstance(rest[0], (Tensor, tuple, list, Mapping)):
         return Made(model, rest[0])
     if len(rest) == 2 and isinstance(rest[0], (tuple, list)) and isinstance(rest[1], Mapping):
-        return Made(model, _by_name(model, tuple(rest[0]), rest[1]))
+        return Made(model, by_name(model, tuple(rest[0]), rest[1]))
     raise _wrong(factory, made)
 
 
-def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Arguments as a dict, where there are some of both kinds."""
     if not kwargs or not args:
         return dict(kwargs) if kwargs else args

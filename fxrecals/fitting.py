@@ -30,7 +30,8 @@ from fxrecals import cost as costing
 from fxrecals.api import IN_EVAL
 from fxrecals.capture import capture
 from fxrecals.capture import step as whole_step
-from fxrecals.errors import LimitError, OptionError
+from fxrecals.compiling import input_shapes
+from fxrecals.errors import InfeasibleLimitError, LimitError, OptionError
 from fxrecals.factories import Factory, call_without_memory
 from fxrecals.formats import format_bytes
 from fxrecals.ir import Graph
@@ -156,7 +157,9 @@ def fit(
         captured = capture(made.model, made.example, device=device)
         graph = whole_step(captured, priced)
         notes = (*captured.breaks, *([] if made.model.training else [IN_EVAL]))
-        return _Traced(size, graph, explore(graph, which), limit_bytes(graph, read, which), notes)
+        shapes = input_shapes(captured.joints[0])
+        frontier, within = explore(graph, which), limit_bytes(graph, read, which)
+        return _Traced(size, graph, frontier, within, notes, shapes)
 
     search = _Search(traced, _growth_of_examples(factory, vary), step)
     size: int | None = _rounded(start or _default(factory, vary) or 2 * step, step)
@@ -164,15 +167,18 @@ def fit(
         search.attempt(size)
         size = search.next()
     best = search.best_traced
-    found = plan_graph(
-        best.graph,
-        read,
-        peak=which,
-        notes=best.notes,
-        on_progress=on_progress,
-        explored=best.frontier,
-        name=f"{vary}={best.size}",
-    )
+    try:
+        found = plan_graph(
+            best.graph,
+            read,
+            peak=which,
+            notes=best.notes,
+            on_progress=on_progress,
+            explored=best.frontier,
+            name=f"{vary}={best.size}",
+        )
+    except InfeasibleLimitError as error:
+        raise error.of_inputs(best.shapes) from None
     return search.result(vary, found)
 
 
@@ -204,6 +210,7 @@ class _Traced:
     frontier: Frontier
     limit_bytes: int
     notes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def floor_bytes(self) -> int:

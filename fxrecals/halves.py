@@ -30,6 +30,9 @@ from fxrecals import _torch, rng
 from fxrecals.ir import Graph, Phase, Trait
 from fxrecals.schedule import Schedule
 
+AGAIN = "_recompute"
+"""What the names of nodes that run again end with, or have before a number."""
+
 
 def split(
     joint: fx.GraphModule,
@@ -309,7 +312,7 @@ class _Writer:
         if node is None:
             raise ValueError(f"the schedule runs {name!r}, which is no node of the joint graph")
         op = self.program.graph.op(name)
-        label = f"{name}_recompute" if again else name
+        label = f"{name}{AGAIN}" if again else name
         if op.is_random and again:
             self.newest[node] = self._replay(node, label)
         elif op.is_random and name in self.states_wanted:
@@ -323,7 +326,7 @@ class _Writer:
             return  # a getitem of a tensor is an op of its own
         for user in node.users:
             if user.target is operator.getitem:
-                label = f"{user.name}_recompute" if again else user.name
+                label = f"{user.name}{AGAIN}" if again else user.name
                 self.newest[user] = self.copy(user, label)
                 self._take_apart(user, again)
 

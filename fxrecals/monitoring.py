@@ -158,8 +158,8 @@ def monitor(
         warmup: steps at the start that are not measured: the first one compiles.
 
     Returns:
-        A `Monitor`: ``with watch:`` around each step, forward to backward, or ``watch.start()``
-        and ``watch.stop()``. It prints as a summary.
+        A `Monitor`, to put around each step, forward to backward, by ``with watch`` or by
+        ``watch.start()`` and ``watch.stop()``. It prints as a summary.
 
     Raises:
         OptionError: there is no plan, or the model is neither on the CPU nor on CUDA.
@@ -174,7 +174,8 @@ def _devices(model: nn.Module) -> list[torch.device]:
     found = list(dict.fromkeys(p.device for p in model.parameters())) or [torch.device("cpu")]
     kinds = {device.type for device in found}
     if kinds not in ({"cpu"}, {"cuda"}):
-        raise OptionError("model", str(found[0]), "a model whose parameters are on CPU, or on CUDA")
+        where = f"{type(model).__name__} on {found[0]}"
+        raise OptionError("model", where, "a model whose parameters are on the CPU, or on CUDA")
     return found
 
 

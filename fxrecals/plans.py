@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from fxrecals import report, schedule
+from fxrecals import charts, page, report, schedule
 from fxrecals.errors import FxrecalsError
 from fxrecals.explanation import Explanation, explain
 from fxrecals.ir import Graph, Kind, Op, Peak, Phase, Trait, Value, Where, bounded_graph
@@ -87,7 +87,8 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Live bytes at each run."""
+        """Live bytes at each run: `steps` of ``op, again, live_bytes, gradient_bytes,
+        allocated_bytes, freed_bytes``."""
         return simulate(self.graph, self.schedule)
 
     @cached_property
@@ -108,12 +109,20 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest live total of activation bytes."""
+        """Largest live total of activation bytes.
+
+        With ``peak="step"`` possibly a little low: an op may free its scratch before it allocates
+        a gradient. Where gradients are not bounded, that scratch counts in full; where they are,
+        only what goes beyond the gradient. So the peak that is bounded is exact.
+        """
         return self.timeline.peak_bytes
 
     @property
     def step_peak_bytes(self) -> int:
-        """Largest live total, gradients of parameters included."""
+        """Largest live total, gradients of parameters included.
+
+        With ``peak="activations"`` possibly a little high, by scratch; see `peak_bytes`.
+        """
         return self.timeline.step_peak_bytes
 
     @property
@@ -133,12 +142,12 @@ class Plan:
 
     @property
     def baseline_seconds(self) -> float:
-        """Estimated time of the step without recompute."""
+        """Estimated time of the step without recompute, in seconds."""
         return self.graph.seconds
 
     @cached_property
     def extra_seconds(self) -> float:
-        """Estimated time of everything that runs again."""
+        """Estimated time of everything that runs again, in seconds."""
         return schedule.extra_seconds(self.graph, self.schedule)
 
     @cached_property
@@ -148,7 +157,8 @@ class Plan:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Maximal runs of recomputed ops in the backward."""
+        """Maximal runs of recomputed ops in the backward: `ops`, and the op `before` which they
+        run."""
         return schedule.regions(self.graph, self.schedule)
 
     @cached_property
@@ -242,9 +252,25 @@ class Plan:
             f"the plan has layout {data['version']}; this fxrecals reads layout {VERSION}"
         )
 
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The plan as one HTML page that needs no network: live bytes over the step, what is kept
+        by module, what runs again and why.
+
+        Args:
+            path: a file that the page is written to, if given.
+
+        Returns:
+            The page.
+        """
+        text = page.text(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
     def export(self, folder: str | Path) -> Path:
-        """Writes the plan into a folder: ``plan.json``, ``plan.txt``, ``timeline.txt`` and, for a
-        plan made in this process, the rewritten forward and backward as Python.
+        """Writes the plan into a folder: ``plan.json``, ``plan.txt``, ``report.html``,
+        ``timeline.txt``, ``memory.csv`` and, for a plan made in this process, the rewritten
+        forward and backward as Python.
 
         Args:
             folder: made if it does not exist.
@@ -257,6 +283,8 @@ class Plan:
         (path / "plan.json").write_text(self.to_json())
         (path / "plan.txt").write_text(repr(self) + "\n")
         (path / "timeline.txt").write_text(report.timeline_text(self) + "\n")
+        (path / "memory.csv").write_text(charts.memory_csv(self), encoding="utf-8")
+        self.to_html(path / "report.html")
         if self.exporter is not None:
             self.exporter(self, path)
         return path

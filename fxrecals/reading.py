@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from fxrecals import _torch, convolutions, policies, rng
 from fxrecals.cost import Call, Cost, OpCost
+from fxrecals.errors import CALLERS_LOSS
 from fxrecals.ir import Graph, Kind, Op, Phase, Trait, Value, Where
 
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
@@ -710,7 +711,7 @@ def _loss(program: _Program) -> Op:
     read = [n for n in with_tangents if n] or program.forward_nodes
     inputs = dict.fromkeys(name for n in read for name in program.names(n))
     outputs = [name for n in program.tangents for name in program.names(n)]
-    return caller(_free_name(program, "loss"), inputs, outputs, _loss_scratch(program))
+    return caller(_free_name(program, CALLERS_LOSS), inputs, outputs, _loss_scratch(program))
 
 
 def _free_name(program: _Program, name: str) -> str:

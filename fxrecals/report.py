@@ -3,7 +3,7 @@
 A number stands beside the name of what it is a number of. Blocks of a model that are treated alike
 share one row: ``layers.[0-11].mlp``.
 
-    >>> _pattern([("layers", (0,), "mlp"), ("layers", (1,), "mlp"), ("layers", (3,), "mlp")])
+    >>> pattern([("layers", (0,), "mlp"), ("layers", (1,), "mlp"), ("layers", (3,), "mlp")])
     'layers.[0-1,3].mlp'
 """
 
@@ -69,7 +69,7 @@ def text(plan: Plan) -> str:
     >>> print(text(plan).splitlines()[0])
     fits 24.0 kB: peak 24.0 kB instead of 24.0 kB, +33.3 % time (1 op runs again), floor 24.0 kB
     """
-    parts = [_verdict(plan), _regions(plan), _saved(plan), _peaks(plan)]
+    parts = [verdict(plan), _regions(plan), _saved(plan), _peaks(plan)]
     if plan.choices:
         parts += [_choices(plan), _picture(plan)]
     parts += [_notes(plan)]
@@ -94,7 +94,7 @@ def timeline_text(plan: Plan) -> str:
     for index, step in enumerate(found.steps):
         module = plan.graph.op(step.op).where.module
         numbers = (step.live_bytes, step.allocated_bytes, step.freed_bytes)
-        rows.append((str(index), step.op, module, _half(found, index), *map(str, numbers)))
+        rows.append((str(index), step.op, module, half_of(found, index), *map(str, numbers)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = (False, True, True, True, False, False, False)
     lines = [
@@ -110,7 +110,8 @@ def timeline_text(plan: Plan) -> str:
     return ascii_only("\n".join([about + peak, *lines]))
 
 
-def _half(timeline: Timeline, index: int) -> str:
+def half_of(timeline: Timeline, index: int) -> str:
+    """Where a run stands: "forward", "backward", or "again" for a recompute."""
     if index < timeline.forward_runs:
         return "forward"
     return "again" if timeline.steps[index].again else "backward"
@@ -119,11 +120,12 @@ def _half(timeline: Timeline, index: int) -> str:
 # --- the verdict --------------------------------------------------------------------------------
 
 
-def _verdict(plan: Plan) -> str:
-    which, nbytes = _which_peak(plan), plan.bounded.peak_bytes
+def verdict(plan: Plan) -> str:
+    """One line: whether the plan fits, its peak, its price and the floor."""
+    which, nbytes = which_peak(plan), plan.bounded.peak_bytes
     peak, baseline = format_bytes(nbytes), format_bytes(plan.bounded_baseline.peak_bytes)
     floor = f"floor {format_bytes(plan.floor_bytes)}"
-    again = f"{_more_time(plan, plan.extra_seconds)} ({_count_again(plan)})"
+    again = f"{more_time(plan, plan.extra_seconds)} ({count_again(plan)})"
     if plan.limit_bytes is None and not plan.choices:
         return f"no limit given: {which} {peak} instead of {baseline}, {again}, {floor}"
     if plan.limit_bytes is None:
@@ -138,11 +140,13 @@ def _verdict(plan: Plan) -> str:
     return f"fits {limit}: {which} {peak} instead of {baseline}, {again}, {floor}"
 
 
-def _which_peak(plan: Plan) -> str:
+def which_peak(plan: Plan) -> str:
+    """What a limit bounds, in words."""
     return "peak" if plan.peak is Peak.ACTIVATIONS else f"{plan.peak.value} peak"
 
 
-def _count_again(plan: Plan) -> str:
+def count_again(plan: Plan) -> str:
+    """How many ops run again, how often, and in how many regions."""
     counts = schedules.recomputed(plan.graph, plan.schedule)
     if not counts:
         return "nothing runs again"
@@ -152,22 +156,24 @@ def _count_again(plan: Plan) -> str:
     return f"{ops}{often} in {regions} regions" if regions > 1 else f"{ops}{often}"
 
 
-def _more_time(plan: Plan, seconds: float) -> str:
+def more_time(plan: Plan, seconds: float) -> str:
+    """Extra time as a share of the step's, or in seconds where the step's is not known."""
     if not plan.baseline_seconds:
         return f"+{format_seconds(seconds)}"
-    return f"+{_percent(seconds, plan.baseline_seconds)} time"
+    return f"+{percent(seconds, plan.baseline_seconds)} time"
 
 
-def _percent(part: float, whole: float) -> str:
-    percent = 100 * part / whole if whole else 0.0
-    return f"{percent:.1f} %" if percent < 99.95 else f"{percent:.0f} %"
+def percent(part: float, whole: float) -> str:
+    """A share in percent; of nothing it is 0 %."""
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.1f} %" if share < 99.95 else f"{share:.0f} %"
 
 
 # --- what runs again ----------------------------------------------------------------------------
 
 
 @dataclass
-class _Group:
+class RegionGroup:
     """Regions that look the same.
 
     Attributes:
@@ -176,6 +182,7 @@ class _Group:
         regions: how many there are.
         runs: runs of ops in all of them.
         often: how often each of the ops runs again in the whole step.
+        readers: what the regions run for, in words.
         nbytes: bytes that are not kept from forward to backward, because these regions make them.
         flops: floating point operations of all the runs.
         seconds: estimated time of all the runs.
@@ -186,17 +193,18 @@ class _Group:
     regions: int = 0
     runs: int = 0
     often: set[int] = field(default_factory=set)
+    readers: dict[str, None] = field(default_factory=dict)
     nbytes: int = 0
     flops: int = 0
     seconds: float = 0.0
 
 
 def _regions(plan: Plan) -> str:
-    groups = _grouped_regions(plan)
+    groups = grouped_regions(plan)
     if not groups:
         return ""
     shown = groups if len(groups) <= REGION_ROWS + 1 else groups[:REGION_ROWS]
-    places = [tail_of(_pattern(group.places), 26) for group in shown]
+    places = [tail_of(pattern(group.places), 26) for group in shown]
     room = 48 - max(map(len, places))
     rows = [
         _region_row(place, _start(group.what, room), group)
@@ -210,7 +218,7 @@ def _regions(plan: Plan) -> str:
     return table(headers, rows, "llrrrrrr")
 
 
-def _region_row(where: str, what: str, group: _Group) -> tuple[str, ...]:
+def _region_row(where: str, what: str, group: RegionGroup) -> tuple[str, ...]:
     return (
         where,
         what,
@@ -223,8 +231,8 @@ def _region_row(where: str, what: str, group: _Group) -> tuple[str, ...]:
     )
 
 
-def _summed(groups: Sequence[_Group]) -> _Group:
-    return _Group(
+def _summed(groups: Sequence[RegionGroup]) -> RegionGroup:
+    return RegionGroup(
         places=[],
         what="",
         regions=sum(g.regions for g in groups),
@@ -236,25 +244,26 @@ def _summed(groups: Sequence[_Group]) -> _Group:
     )
 
 
-def _grouped_regions(plan: Plan) -> list[_Group]:
+def grouped_regions(plan: Plan) -> list[RegionGroup]:
     """Regions that look the same, together; those that free the most come first."""
     graph = plan.graph
     counts = schedules.recomputed(graph, plan.schedule)
     freed = kept_between(graph, Schedule.keeping_everything(graph))
     for storage in kept_between(graph, plan.schedule):
         freed.pop(storage, None)
-    found: dict[tuple[Place, str], _Group] = {}
-    for region in plan.regions:
+    found: dict[tuple[Place, str], RegionGroup] = {}
+    for region, reader in zip(plan.regions, first_readers(graph, plan.schedule), strict=True):
         ops = [graph.op(name) for name in region.ops]
         place, what = _place(ops), _what(ops)
-        group = found.setdefault((_wild(place), what), _Group([], what))
+        group = found.setdefault((_wild(place), what), RegionGroup([], what))
         group.places.append(place)
+        group.readers[short_name(graph.op(reader))] = None
         _add(group, graph, region, counts, freed)
     return sorted(found.values(), key=lambda g: (-g.nbytes, -g.seconds))
 
 
 def _add(
-    group: _Group,
+    group: RegionGroup,
     graph: Graph,
     region: Region,
     counts: Mapping[str, int],
@@ -271,6 +280,35 @@ def _add(
         for storage in made_storages(graph, op):
             values = freed.pop(storage, None)
             group.nbytes += values[0].nbytes if values else 0
+
+
+def first_readers(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
+    """For each region the first op of the backward that reads what it makes, views apart; the next
+    op of the backward where only other regions do."""
+    found: list[str] = []
+    served: set[int] = set()
+    made_by: dict[str, int] = {}  # storage -> the region that made it last
+    waiting, inside = 0, False  # regions for which no op of the backward has come that is no view
+    for name in schedule.backward:
+        op = graph.op(name)
+        if op.phase is Phase.FORWARD:
+            made = () if op.is_view else made_storages(graph, op)
+            made_by.update(dict.fromkeys(made, len(found)))
+            inside = inside or not op.is_view
+            continue
+        if inside:
+            found.append(name)
+            inside, waiting = False, waiting + 1
+        if op.is_view:
+            continue
+        found[len(found) - waiting :] = [name] * waiting
+        waiting = 0
+        for storage in {graph.values[value].storage for value in op.inputs} & made_by.keys():
+            region = made_by[storage]
+            if region not in served:
+                served.add(region)
+                found[region] = name
+    return tuple(found)
 
 
 def made_storages(graph: Graph, op: Op) -> Iterator[str]:
@@ -312,8 +350,8 @@ def _wild(place: Place) -> Place:
     return tuple(part if isinstance(part, str) else "*" for part in place)
 
 
-def _pattern(places: Sequence[Place]) -> str:
-    """Paths that differ in numbers only, as one."""
+def pattern(places: Sequence[Place]) -> str:
+    """Paths that differ in numbers only, as one: ``layers.[0-11].mlp``."""
     parts = (_either(parts) for parts in zip(*places, strict=True))
     return ".".join(parts) or "(model)"
 
@@ -361,7 +399,7 @@ def short_name(op: Op) -> str:
 
 
 @dataclass
-class _Kept:
+class KeptGroup:
     """Kept storages that look the same.
 
     Attributes:
@@ -380,9 +418,14 @@ class _Kept:
     nbytes: int = 0
     remakers: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def because(self) -> str:
+        """Why they are kept, as a part of a sentence."""
+        return self.reason or f"it saves {format_seconds(sum(self.remakers.values()))}"
+
 
 def _saved(plan: Plan) -> str:
-    groups = _grouped_saved(plan)
+    groups = grouped_saved(plan)
     if not groups:
         return ""
     shown = groups if len(groups) <= SAVED_ROWS + 1 else groups[:SAVED_ROWS]
@@ -403,28 +446,34 @@ def _saved(plan: Plan) -> str:
     return table(("kept", "made in", "bytes", "line", "because"), rows, "llrll")
 
 
-def _kept_row(group: _Kept) -> tuple[str, ...]:
+def _kept_row(group: KeptGroup) -> tuple[str, ...]:
     more = f" +{len(group.names) - 1}" if len(group.names) > 1 else ""
     name = _middle(group.names[0], 22 - len(more)) + more
-    because = group.reason or f"it saves {format_seconds(sum(group.remakers.values()))}"
-    where = tail_of(_pattern(group.places), 22)
+    where = tail_of(pattern(group.places), 22)
     line = tail_of(group.source, 21)
-    return (name, where, format_bytes(group.nbytes), line, "\n".join(textwrap.wrap(because, 24)))
+    return (
+        name,
+        where,
+        format_bytes(group.nbytes),
+        line,
+        "\n".join(textwrap.wrap(group.because, 24)),
+    )
 
 
-def _grouped_saved(plan: Plan) -> list[_Kept]:
+def grouped_saved(plan: Plan) -> list[KeptGroup]:
     """Kept storages that look the same, together; the largest come first."""
     graph = plan.graph
     makers = {storage: op for op in reversed(graph.forward) for storage in made_storages(graph, op)}
     starts = region_starts(graph, plan.schedule)
-    found: dict[tuple[Place, str, str, str], _Kept] = {}
+    found: dict[tuple[Place, str, str, str], KeptGroup] = {}
     kept = kept_between(graph, plan.schedule)
     for storage, values in kept.items():
         op = makers[storage]
         place, reason = _place([op]), reason_kept(graph, op, values, storage in starts)
         which = which_result(graph, op, storage)
         group = found.setdefault(
-            (_wild(place), short_name(op), which, reason), _Kept([], [], op.where.source, reason)
+            (_wild(place), short_name(op), which, reason),
+            KeptGroup([], [], op.where.source, reason),
         )
         group.names.append(op.name + which)
         group.places.append(place)
@@ -496,12 +545,12 @@ def _peaks(plan: Plan) -> str:
             "time of a step, estimated",
             format_seconds(seconds),
             format_seconds(seconds + plan.extra_seconds),
-            _more_time(plan, plan.extra_seconds) if plan.regions else "",
+            more_time(plan, plan.extra_seconds) if plan.regions else "",
         ),
     ]
     if plan.regions:
         bound = format_seconds(seconds + plan.bound_seconds)
-        more = _more_time(plan, plan.bound_seconds)
+        more = more_time(plan, plan.bound_seconds)
         rows.append(("no schedule within the limit takes less", "", bound, more))
     return table(("", "no recompute", "planned", ""), rows, "lrrl")
 
@@ -537,7 +586,7 @@ def _peak_at(plan: Plan) -> str:
     op = plan.graph.op(found.peak_at)
     half = {"forward": "forward", "backward": "backward", "again": "run again"}
     module = f" in {op.where.module}" if op.where.module else ""
-    return _start(f"at {op.name}{module}, {half[_half(found, found.peak_index)]}", 50)
+    return _start(f"at {op.name}{module}, {half[half_of(found, found.peak_index)]}", 50)
 
 
 def _choices(plan: Plan) -> str:
@@ -545,14 +594,14 @@ def _choices(plan: Plan) -> str:
     rows = [
         (
             format_bytes(choice.limit_bytes),
-            _percent(choice.limit_bytes, whole),
+            percent(choice.limit_bytes, whole),
             format_bytes(choice.peak_bytes),
-            _more_time(plan, choice.extra_seconds).removesuffix(" time"),
+            more_time(plan, choice.extra_seconds).removesuffix(" time"),
             "<- this plan" if choice.peak_bytes == plan.bounded.peak_bytes else "",
         )
         for choice in plan.choices
     ]
-    which = _which_peak(plan)
+    which = which_peak(plan)
     return table(("limit", f"of the {which}", which, "more time", ""), rows, "rrrrl")
 
 
@@ -590,7 +639,7 @@ def _profile(plan: Plan, timeline: Timeline, columns: int) -> list[int]:
     return found
 
 
-def _policy_notes(plan: Plan) -> Iterator[str]:
+def policy_notes(plan: Plan) -> Iterator[str]:
     """How far the plan follows what the user's checkpoints ask for."""
     graph = plan.graph
     kept = _kept_of_checkpoints(plan)
@@ -643,7 +692,7 @@ def _notes(plan: Plan) -> str:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for note in (*plan.notes, *_policy_notes(plan))
+        for note in (*plan.notes, *policy_notes(plan))
     )
 
 

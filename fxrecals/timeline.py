@@ -108,14 +108,19 @@ class Lifetime:
     """One allocation of a storage.
 
     Attributes:
-        storage: its name.
+        value: the first value that is put into it.
         born: index of the run that allocates it.
         dies: index of the run after which it is freed; None if the caller holds it.
     """
 
-    storage: str
+    value: Value
     born: int
     dies: int | None
+
+    @property
+    def storage(self) -> str:
+        """Name of the storage."""
+        return self.value.storage
 
 
 @dataclass
@@ -151,9 +156,7 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
     """
     blocks = _blocks(graph, _runs(graph, schedule))
     return tuple(
-        Lifetime(b.value.storage, b.born, None if b.dies == float("inf") else int(b.dies))
-        for b in blocks
-        if b.dies != NEVER
+        Lifetime(b.value, b.born, None if b.dies == float("inf") else int(b.dies)) for b in blocks
     )
 
 
@@ -165,6 +168,7 @@ def _runs(graph: Graph, schedule: Schedule) -> list[tuple[Op, bool]]:
 
 def _blocks(graph: Graph, runs: Sequence[tuple[Op, bool]]) -> list[_Block]:
     """Every storage that the step allocates, with its lifetime."""
+    inputs = {v.storage for v in graph.values.values() if v.kind is Kind.PRIMAL}
     held = frozenset(graph.outputs)
     current: dict[str, _Block] = {}  # value -> the storage in which its newest run put it
     found: list[_Block] = []
@@ -184,7 +188,7 @@ def _blocks(graph: Graph, runs: Sequence[tuple[Op, bool]]) -> list[_Block]:
             current[name] = block
             if name in held and not again:
                 block.dies = float("inf")
-    return found
+    return [b for b in found if b.dies != NEVER and b.value.storage not in inputs]
 
 
 def _unread(value: Value, index: int) -> int:
@@ -197,10 +201,7 @@ def _account(
 ) -> Timeline:
     born: list[list[Value]] = [[] for _ in runs]
     dead: list[list[Value]] = [[] for _ in runs]
-    inputs = {v.storage for v in graph.values.values() if v.kind is Kind.PRIMAL}
     for block in blocks:
-        if block.dies == NEVER or block.value.storage in inputs:
-            continue
         born[block.born].append(block.value)
         if block.dies < len(runs):
             dead[int(block.dies)].append(block.value)

@@ -163,7 +163,9 @@ def _by_device(limits: Mapping[str, int | str | Limit]) -> DeviceLimits:
     for key, limit in limits.items():
         device = str(key)  # a torch.device too
         if not _DEVICE.fullmatch(device) or device in found:
-            raise LimitError("limit", limits, 'each device once, as in {"cuda:0": "4GB"}')
+            raise LimitError(
+                "limit", limits, 'devices as torch names them, each once, as in {"cuda:0": "4GB"}'
+            )
         found[device] = limit if isinstance(limit, Limit) else _one(limit, f"limit[{device!r}]")
     return DeviceLimits(tuple(found.items()))
 

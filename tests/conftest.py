@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write what is printed into tests/golden"
     )
+    parser.addoption("--zoo", metavar="FILE", help="a file of models, with ZOO and build(name)")
 
 
 @pytest.fixture

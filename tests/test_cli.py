@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import fxrecals
-from fxrecals.cli import doctor, main
+from fxrecals.cli import examine, main
 from fxrecals.cli.output import Output
-from tests import cli_models
+from tests import cli_models, cli_steps
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = "tests.cli_models:blocks"
@@ -164,6 +164,35 @@ def test_the_curve_is_drawn_where_matplotlib_is(
     assert "cannot be drawn" in capsys.readouterr().err
 
 
+def test_live_bytes_are_drawn_where_matplotlib_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.svg"
+    assert main([*OUTPUTS["plan.txt"], "--plot", str(path)]) == 0
+    assert "memory.svg" in capsys.readouterr().err
+    assert "<svg" in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["plan.txt", "pareto.txt"])
+def test_the_page_is_written_beside_what_is_printed(
+    name: str, tmp_path: Path, golden: Golden, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.html"
+    assert main([*OUTPUTS[name], "--html", str(path)]) == 0
+    printed = capsys.readouterr()
+    golden(name, printed.out)
+    assert "plan.html" in printed.err
+    assert path.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_page_that_cannot_be_written_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*OUTPUTS["plan.txt"], "--html", str(tmp_path / "none" / "plan.html")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_export_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["export", BLOCKS, "--limit", "40%", "--out", str(tmp_path / "out"), "--json"]
     assert main(command) == 0
@@ -183,6 +212,26 @@ def test_doctor_finds_this_machine_well(capsys: pytest.CaptureFixture[str]) -> N
     assert found["self_test"]["seconds"] < 20
 
 
+@pytest.mark.parametrize("form", ["txt", "json"])
+def test_doctor_examines_a_step(
+    form: str, golden: Golden, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--json"] if form == "json" else []
+    assert main(["doctor", "tests.cli_steps:leaking", "--steps", "3", *options]) == 1
+    shown = capsys.readouterr()
+    golden(f"doctor.{form}", shown.out)
+    assert shown.err == "fxrecals doctor: tests.cli_steps:leaking has 2 to mend\n"
+    cli_steps.losses.clear()
+
+
+def test_doctor_lets_a_sound_step_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "tests.cli_steps:healthy", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"] == []
+    assert found["limit"]["peak_bytes"] <= found["limit"]["limit_bytes"]
+    assert main(["doctor", "tests.cli_steps:healthy", "--steps", "1"]) == 2
+
+
 def test_doctor_says_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +241,7 @@ def test_doctor_says_what_is_wrong(
     monkeypatch.setattr(fxrecals, "rewrite", rewrite)
     assert main(["doctor"]) == 1
     assert "same bits" in capsys.readouterr().err
-    assert not doctor.self_test()["outputs and gradients have the same bits"]
+    assert not examine.self_test()["outputs and gradients have the same bits"]
 
 
 def test_progress_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:

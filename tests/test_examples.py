@@ -65,7 +65,9 @@ RECIPES = {
     "data_dependent": ((), ["gradients equal to the bit: yes"]),
     "diffusers_unet": (("diffusers",), [WITHIN]),
     "gradient_accumulation": ((), [SAME]),
+    "look_first": ((), ["graph kept: ", "evaluation builds graphs: ", "no fault found"]),
     "hf_trainer": (("transformers", "accelerate"), ["step 3: planned", WITHIN]),
+    "lightning_module": (("lightning",), [WITHIN]),
     "mixed_precision": ((), [SAME]),
     "peft_lora": (("transformers", "peft"), [SAME, WITHIN]),
 }

@@ -18,6 +18,7 @@ LAYERS = {
         {"ir"},
         {"schedule"},
         {"timeline"},
+        {"composition"},
         {"solve"},
     ),
     "torch": (
@@ -32,7 +33,7 @@ LAYERS = {
         {"halves"},
         {"engine"},
     ),
-    "view": ({"report"}, {"explanation", "plot"}),
+    "view": ({"report"}, {"explanation", "charts"}, {"plot", "page"}),
     "top": (
         {"plans"},
         {"package"},
@@ -48,6 +49,7 @@ LAYERS = {
         {"fitting"},
         {"monitoring"},
         {"fallback"},
+        {"doctoring"},
         {"__init__"},
         {"cli"},
         {"__main__"},
@@ -69,7 +71,7 @@ HALVES_BELOW = {
 NOT_FOR_TORCH = "solve"
 """Planning and running know of each other only through `planning` and `dynamo`."""
 
-FUNCTIONS = {"plan", "rewrite", "backend", "compile", "recals", "fit", "load", "monitor"}
+FUNCTIONS = {"plan", "rewrite", "backend", "compile", "doctor", "recals", "fit", "load", "monitor"}
 """Public functions: a module of that name would hide them."""
 
 

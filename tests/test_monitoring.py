@@ -102,7 +102,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
         fxrecals.monitor(nn.Linear(2, 2))
     with pytest.raises(OptionError, match="every=0"):
         fxrecals.monitor(nn.Linear(2, 2), every=0)
-    with pytest.raises(OptionError, match="model='meta'"):
+    with pytest.raises(OptionError, match="model='Linear on meta'"):
         fxrecals.monitor(nn.Linear(2, 2, device="meta"))
 
 

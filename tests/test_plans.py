@@ -154,9 +154,10 @@ def test_export_writes_what_the_plan_says_and_makes_the_folder(tmp_path: Path) -
     plan = _plan(_graph())
     folder = plan.export(tmp_path / "a" / "b")
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["plan.json", "plan.txt", "timeline.txt"]
+    assert names == ["memory.csv", "plan.json", "plan.txt", "report.html", "timeline.txt"]
     assert Plan.from_json((folder / "plan.json").read_text()) == plan
     assert (folder / "plan.txt").read_text() == f"{plan!r}\n"
+    assert (folder / "report.html").read_text(encoding="utf-8") == plan.to_html()
 
 
 def test_the_exporter_is_called_with_the_folder_and_is_no_part_of_the_value(tmp_path: Path) -> None:

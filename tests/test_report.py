@@ -314,7 +314,7 @@ def test_any_plan_prints_in_ascii_and_the_same_each_time(drawn: tuple[Graph, Sch
 @given(graphs_with_schedules())
 def test_kept_bytes_add_up_to_what_the_timeline_saves(drawn: tuple[Graph, Schedule]) -> None:
     plan = Plan(*drawn, limit_bytes=0, floor_bytes=0)
-    rows = report._grouped_saved(plan)
+    rows = report.grouped_saved(plan)
     assert sum(group.nbytes for group in rows) == plan.saved_bytes
 
 
@@ -327,7 +327,7 @@ def test_freed_bytes_add_up_to_what_is_saved_less(drawn: tuple[Graph, Schedule])
         for name in plan.saved
         if graph.values[name].kind is Kind.RNG_STATE
     )
-    freed = sum(group.nbytes for group in report._grouped_regions(plan))
+    freed = sum(group.nbytes for group in report.grouped_regions(plan))
     kept_anew = _bytes(graph, report.kept_between(graph, made)) - plan.saved_bytes
     assert kept_anew == 0
     before = _bytes(graph, report.kept_between(graph, Schedule.keeping_everything(graph)))

@@ -2,12 +2,15 @@
 
 import importlib
 import inspect
+import logging
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxrecals import _torch
 from fxrecals.capture import capture
@@ -27,6 +30,9 @@ NAMES = [
     ("torch._logging._internal", "trace_structured"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch._C._dynamo.eval_frame", "reset_code"),
+    ("torch.autograd", "_engine_run_backward"),
+    ("torch._C._autograd", "_saved_tensors_hooks_disable"),
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
 ]
 
 
@@ -119,3 +125,109 @@ def test_a_copied_graph_has_its_own_nodes_and_the_same_values() -> None:
     pairs = list(zip(joint.graph.nodes, twin.graph.nodes, strict=True))
     assert all(a is not b and a.name == b.name for a, b in pairs)
     assert all(a.meta.get("val") is b.meta.get("val") for a, b in pairs)
+
+
+def test_dynamo_says_where_in_the_users_code_it_failed() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if x.sum() > 0 else x
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(branches, backend="eager", fullgraph=True)(X)
+    line = branches.__code__.co_firstlineno + 1
+    assert _torch.user_line(caught.value) == f"test_torch_names.py:{line}"
+
+
+def test_fake_tensors_log_what_they_raise_unless_they_are_quiet(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails() -> None:
+        mode = _torch.fake_mode()
+        with pytest.raises(RuntimeError), mode:
+            torch.mm(torch.empty(3, 5), torch.empty(4, 4))
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)
+    try:
+        with _torch.quiet():
+            fails()
+        assert caplog.records == []
+        fails()
+        assert "failed while attempting to run meta" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+def test_an_alias_that_is_made_within_a_mode_counts_the_same_writes() -> None:
+    x, aliases = torch.randn(3), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            aliases.append(_torch.alias(x))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        x.exp()
+    x.mul_(2)
+    assert [alias._version for alias in aliases] == [x._version] == [1]
+
+
+def test_both_ways_into_a_backward_are_observed() -> None:
+    seen = []
+
+    def around(run, roots, keep, create):
+        seen.append((len(roots), keep, create))
+        return run()
+
+    x = torch.ones(2, requires_grad=True)
+    with _torch.backwards_observed(around):
+        x.sin().sum().backward(retain_graph=True)
+        torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+    x.cos().sum().backward()
+    assert seen == [(1, True, False), (1, True, True)]
+
+
+def test_saved_tensors_are_observed_where_transforms_refuse_hooks() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    with _torch.saved_tensors_observed(pack, lambda packed: packed):
+        torch.func.grad(lambda a: a.sin().sum())(x.detach())
+        x.sin()
+    assert seen == [(2,)]
+
+
+def test_batches_are_observed() -> None:
+    seen = []
+    with _torch.batches_observed(lambda iterator, batch: seen.append(batch)):
+        taken = list(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X[:3])))
+    assert len(seen) == len(taken) == 3
+
+
+def test_a_global_hook_sees_the_keywords_of_a_call() -> None:
+    seen = []
+
+    def hook(module, args, out):
+        seen.append(_torch.keywords_of_call(inspect.currentframe().f_back))  # type: ignore[union-attr,arg-type]
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    nn.Identity()(input=X)
+    handle.remove()
+    assert list(seen[0]) == ["input"]
+
+
+def test_hooks_are_counted() -> None:
+    layer = nn.Linear(2, 2)
+    assert _torch.hooks_on(layer) == _torch.hooks_on(layer.weight) == 0
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_full_backward_pre_hook(lambda *_: None)
+    layer.weight.register_hook(lambda grad: grad)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: None)
+    assert _torch.hooks_on(layer) == _torch.hooks_on(layer.weight) == 2
+    assert all(hasattr(layer, name) for name in _torch.HOOKS[:4])
+    assert all(hasattr(layer.weight, name) for name in _torch.HOOKS[2::2])

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fxrecals.cli import doctor, fits, planned
+from fxrecals.cli import examine, fits, planned
 from fxrecals.cli.output import Output
 from fxrecals.errors import FxrecalsError, InfeasibleLimitError, OptionError
 
 EXAMPLES = """
 examples:
   fxrecals plan train:make --limit 4GB
+  fxrecals plan train:make --limit 4GB --html plan.html
   fxrecals pareto train:make --plot curve.svg
   fxrecals explain train:make layers.7.mlp --limit 4GB
   fxrecals fit train:make --limit 4GB --vary batch
@@ -66,6 +67,6 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = found.add_subparsers(dest="verb", required=True, metavar="command")
-    for module in (planned, fits, doctor):
+    for module in (planned, fits, examine):
         module.add_verbs(verbs)
     return found

@@ -47,6 +47,10 @@ def _add_plan(verbs: Any) -> None:
     verb = verbs.add_parser("plan", help="what training under a limit would keep and run again")
     add_target(verb)
     verb.add_argument("--limit", required=True, help=LIMIT)
+    _add_html(verb)
+    verb.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw live bytes over the step; needs matplotlib"
+    )
     _add_solving(verb)
     add_options(verb)
     verb.set_defaults(run=_plan)
@@ -56,6 +60,7 @@ def _add_pareto(verbs: Any) -> None:
     verb = verbs.add_parser("pareto", help="limits against the extra time that they cost")
     add_target(verb)
     verb.add_argument("--csv", action="store_true", help="print the table as CSV")
+    _add_html(verb)
     verb.add_argument("--plot", metavar="FILE", type=Path, help="draw the curve; needs matplotlib")
     _add_solving(verb)
     add_options(verb)
@@ -83,6 +88,10 @@ def _add_export(verbs: Any) -> None:
 
 
 LIMIT = "4GB, 4GiB, 50%% (of the peak without recompute) or auto (what is free)"
+
+
+def _add_html(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--html", metavar="FILE", type=Path, help="write the report as a web page")
 
 
 def _add_solving(verb: argparse.ArgumentParser) -> None:
@@ -127,6 +136,11 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 def _plan(options: argparse.Namespace, output: Output) -> None:
     plan = _made_plan(options, output, options.limit)
+    _write_html(plan, options, output)
+    if options.plot is not None:
+        from fxrecals.plot import memory
+
+        _draw(memory(plan), options.plot, output)
     output.result(repr(plan), plan_data(plan))
 
 
@@ -146,9 +160,11 @@ def _export(options: argparse.Namespace, output: Output) -> None:
 
 def _pareto(options: argparse.Namespace, output: Output) -> None:
     plan = _made_plan(options, output, None)
+    _write_html(plan, options, output)
     if options.plot is not None:
-        _draw(plan, options.plot)
-        output.message(f"drawn into {options.plot}")
+        from fxrecals.plot import pareto
+
+        _draw(pareto(plan), options.plot, output)
     rows = [asdict(choice) for choice in plan.choices]
     knee = plan.bounded.peak_bytes
     data = {
@@ -162,13 +178,22 @@ def _pareto(options: argparse.Namespace, output: Output) -> None:
     output.result(text, data)
 
 
-def _draw(plan: Plan, path: Path) -> None:
-    from fxrecals.plot import pareto
-
+def _write_html(plan: Plan, options: argparse.Namespace, output: Output) -> None:
+    if options.html is None:
+        return
     try:
-        pareto(plan).savefig(path)
+        plan.to_html(options.html)
+    except OSError as error:
+        raise FxrecalsError(f"{options.html} cannot be written: {error}") from error
+    output.message(f"written into {options.html}")
+
+
+def _draw(figure: Any, path: Path, output: Output) -> None:
+    try:
+        figure.savefig(path)
     except (OSError, ValueError) as error:
         raise FxrecalsError(f"{path} cannot be drawn: {error}") from error
+    output.message(f"drawn into {path}")
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:

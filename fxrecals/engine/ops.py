@@ -169,7 +169,7 @@ class Prices:
         given, named = map_tensors(self._fake, args), map_tensors(self._fake, dict(kwargs))
         named = {name: x for name, x in named.items() if not isinstance(x, torch.Generator)}
         try:
-            with self._mode:
+            with self._mode, _torch.quiet():
                 out = op(*given, **named)
         except Exception:  # no rule of shapes for this op: whatever it raises is no fault of it
             sizes = tuple(t.nbytes for t in tensors_in((args, kwargs)))

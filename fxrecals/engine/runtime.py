@@ -224,7 +224,7 @@ def recals(
     It watches the aten ops of a forward, and owns the tensors that autograd saves. Before an op
     would pass the limit, it evicts saved tensors; when the backward asks for one, it computes that
     again from what it was made of, an op at a time, with the random numbers of the first time. The
-    user's Python runs once.
+    user's Python runs once::
 
         recals = fxrecals.recals("4GB")
         for batch in loader:

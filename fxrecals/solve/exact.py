@@ -285,7 +285,10 @@ class _Liveness:
         if not needs:
             return
         if len(self.runs) == MOST_RUNS:
-            expected = f"'auto': 'exact' takes up to {MOST_RUNS} recomputes to choose from"
+            expected = (
+                f"'auto': 'exact' takes up to {MOST_RUNS} recomputes to choose from, and this "
+                f"step of {len(self._problem.ops)} ops has more"
+            )
             raise OptionError("solver", "exact", expected)
         column = self.program.column()
         self.runs[column] = op, stage

@@ -1,4 +1,4 @@
-"""The command doctor: versions, devices, what works here, and a test of it."""
+"""The command doctor: what is wrong with a training step; or versions, devices, a self-test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxrecals
 from fxrecals.cli.output import Output
-from fxrecals.cli.targets import add_json
+from fxrecals.cli.targets import add_json, load
 from fxrecals.errors import FxrecalsError
 from fxrecals.report import table
 
@@ -24,15 +24,46 @@ PACKAGES = ("torch", "numpy", "sympy", "tabulate", "triton", "highspy", "matplot
 COMPILERS = ("g++", "clang++", "c++")
 
 
+ABOUT = """
+With a function that runs one training step: runs some steps, and tells of graphs and tensors that
+outlive them, reference cycles, graphs that no backward uses, gradients that add up, and more; or,
+if nothing is wrong, what a limit would do. It exits with 1 if something is wrong.
+
+Without: versions, devices, what is supported here, and a self-test of some seconds.
+"""
+
+
 def add_verbs(verbs: Any) -> None:
     """Adds the command to a parser."""
-    about = "versions, devices, what is supported here, and a self-test of some seconds"
-    verb = verbs.add_parser("doctor", help=about, description=f"Shows {about}.")
+    about = "what is wrong with a training step; without one, versions and a self-test"
+    verb = verbs.add_parser("doctor", help=about, description=ABOUT)
+    verb.add_argument(
+        "target",
+        metavar="module:step",
+        nargs="?",
+        help="pkg.module:function, which runs one training step and takes no arguments",
+    )
+    verb.add_argument("--steps", type=int, default=5, help="how many to run (default: 5)")
     add_json(verb)
     verb.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace, output: Output) -> None:
+    if options.target is None:
+        _examine_installation(output)
+    else:
+        _examine_program(options, output)
+
+
+def _examine_program(options: argparse.Namespace, output: Output) -> None:
+    output.progress(f"running {options.target}")
+    found = fxrecals.doctor(load(options.target), options.steps)
+    output.result(repr(found), found.to_dict())
+    if found.findings:
+        raise FxrecalsError(f"{options.target} has {len(found.findings)} to mend")
+
+
+def _examine_installation(output: Output) -> None:
     output.progress("testing")
     start = time.perf_counter()
     test = self_test()
