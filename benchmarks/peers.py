@@ -1,10 +1,12 @@
 """Other ways to train a model under fewer bytes, for the benchmarks to stand beside.
 
-with checkpointed(blocks): ...            torch.utils.checkpoint around each of some modules
-at_once(model)(x)                         the same around the whole model
-budgeted(model, 0.3)(x)                   PyTorch's activation_memory_budget
-replayed(limit)(lambda: model(x))         buildz-gpu, where it is installed
-planned_blocks(model, (x,), limit)(x)     ckptplan, where it is installed
+    with checkpointed(blocks): ...            torch.utils.checkpoint around each of some modules
+    at_once(model)(x)                         the same around the whole model
+    budgeted(model, 0.3)(x)                   PyTorch's activation_memory_budget
+    replayed(limit)(lambda: model(x))         buildz-gpu, where it is installed
+    planned_blocks(model, (x,), limit)(x)     ckptplan, where it is installed
+
+The last two raise ImportError where the package is not installed.
 """
 
 from __future__ import annotations
