@@ -44,11 +44,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch._functorch import config
-from torch.utils.checkpoint import checkpoint
 
 import fxrecals
-from benchmarks import measure
+from benchmarks import measure, peers
 from benchmarks.promises import Subject
 from fxrecals.formats import format_bytes
 
@@ -227,9 +225,7 @@ class Trial:
         torch.manual_seed(0)
         if not torch.equal(torch.get_rng_state(), self.eager.rng):
             return "draws"
-        gradients = (gradient for gradient in self.eager.gradients.values() if gradient is not None)
-        noise = CLOSE * max(map(_largest, gradients), default=0.0)  # for those that are zero
-        wrong = far_off(self.eager, found, lambda t: max(noise, _rounding(t.dtype) * _largest(t)))
+        wrong = far_off(self.eager, found, loosely(self.eager))
         return f"WRONG ({wrong} differ)" if wrong else "close"
 
 
@@ -243,6 +239,13 @@ def far_off(
         return abs(len(reference.outputs) - len(found.outputs))
     allowed = allowed or (lambda t: CLOSE * max(1e-30, _largest(t)))
     return sum(not _is_close(a, b, allowed) for _, a, b in measure.pairs(reference, found))
+
+
+def loosely(reference: measure.Record) -> Callable[[Tensor], float]:
+    """What Inductor may do to a tensor, where what is zero by mathematics is noise in practice."""
+    gradients = (gradient for gradient in reference.gradients.values() if gradient is not None)
+    noise = CLOSE * max(map(_largest, gradients), default=0.0)
+    return lambda t: max(noise, _rounding(t.dtype) * _largest(t))
 
 
 def _is_close(a: Tensor | None, b: Tensor | None, allowed: Callable[[Tensor], float]) -> bool:
@@ -265,30 +268,6 @@ def _rounding(dtype: torch.dtype) -> float:
     return max(LOOSE, STEPS * torch.finfo(dtype).eps)
 
 
-def checkpointed(model: nn.Module, inputs: Any) -> Callable[..., Any]:
-    """The whole model in one `torch.utils.checkpoint`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(model, *args, use_reentrant=False, **kwargs)
-
-    return call
-
-
-def budgeted(budget: float) -> Callable[[nn.Module, Any], Callable[..., Any]]:
-    """The model under torch's own planner."""
-
-    def way(model: nn.Module, inputs: Any) -> Callable[..., Any]:
-        compiled = torch.compile(model, backend="aot_eager")
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with config.patch(activation_memory_budget=budget):
-                return compiled(*args, **kwargs)
-
-        return call
-
-    return way
-
-
 def row(name: str, make: Callable[[], Made], by: str) -> list[str]:
     """A row of the table of one way to set a limit."""
     trial = Trial(make)
@@ -297,8 +276,9 @@ def row(name: str, make: Callable[[], Made], by: str) -> list[str]:
             return [name, *trial.under_backend()]
     if by == "inductor":
         return [name, *trial.under_inductor()]
-    budgets = [trial.verdict(budgeted(budget)) for budget in (0.5, 0.0)]
-    return [name, *trial.within(), trial.verdict(checkpointed), *budgets]
+    others = [lambda m, _: peers.at_once(m)]
+    others += [lambda m, _, b=budget: peers.budgeted(m, b) for budget in (0.5, 0.0)]
+    return [name, *trial.within(), *map(trial.verdict, others)]
 
 
 def makers(zoo: Path | None) -> dict[str, Callable[[], Made]]:
@@ -309,15 +289,18 @@ def makers(zoo: Path | None) -> dict[str, Callable[[], Made]]:
         return *CASES[name](), measure.total
 
     found: dict[str, Callable[[], Made]] = {name: lambda name=name: of_case(name) for name in CASES}
-    if zoo is not None:
-        spec = importlib.util.spec_from_file_location("zoo", zoo)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["zoo"] = module  # dataclasses and Dynamo look it up
-        spec.loader.exec_module(module)
-        found |= {name: lambda name=name: module.build(name) for name in module.ZOO}
-    return found
+    return found | ({} if zoo is None else of_file(zoo))
+
+
+def of_file(zoo: Path) -> dict[str, Callable[[], Made]]:
+    """How to make each model of a file that has ``ZOO``, their names, and ``build(name)``."""
+    spec = importlib.util.spec_from_file_location("zoo", zoo)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["zoo"] = module  # dataclasses and Dynamo look it up
+    spec.loader.exec_module(module)
+    return {name: lambda name=name: module.build(name) for name in module.ZOO}
 
 
 def in_a_process(name: str, options: argparse.Namespace) -> list[str]:

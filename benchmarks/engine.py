@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxrecals
-from benchmarks import measure, yardsticks
+from benchmarks import measure, peers, yardsticks
 from benchmarks.correctness import makers
 from benchmarks.yardsticks import square_loss
 
@@ -83,10 +83,9 @@ def plain(whole: Callable[[], Tensor]) -> Tensor:
 def buildz(limit: int) -> Forward | None:
     """buildz-gpu's replay from the start, if it is there."""
     try:
-        from buildz.gpu.torch import recals_with_rngs  # type: ignore[import-not-found]
+        return peers.replayed(limit)
     except ImportError:
         return None
-    return recals_with_rngs(limit)
 
 
 def feasible(subject: Subject, limit: int, **options: Any) -> tuple[int, Forward]:

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fxrecals
-from benchmarks import measure, models
+from benchmarks import measure, models, peers
 
 SHARES = (100, 75, 50, 35, 25)
 
@@ -56,24 +55,6 @@ class Subject:
 
     def record(self, module: Callable[..., Any]) -> measure.Record:
         return measure.record(module, self.model, self.inputs, self.loss)
-
-
-def checkpointed(subject: Subject) -> Callable[[], None]:
-    """Wraps every block of the model in `torch.utils.checkpoint`; returns the way back."""
-    wrapped = models.blocks(subject.name, subject.model)
-    for block in wrapped:
-        forward = block.forward
-
-        def run(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
-
-        block.forward = run
-
-    def undo() -> None:
-        for block in wrapped:
-            del block.forward
-
-    return undo
 
 
 def state_kept(subject: Subject) -> Callable[[], None]:
@@ -119,9 +100,9 @@ def race(subject: Subject, rounds: int) -> list[Any]:
     """Peaks and times of plain eager, per-block checkpoint, and a rewrite at checkpoint's peak."""
     torch._dynamo.reset()
     eager = measure.step_memory(subject.step(subject.model), subject.model)
-    undo = checkpointed(subject)
-    theirs = measure.step_memory(subject.step(subject.model), subject.model)
-    undo()
+    blocks = models.blocks(subject.model)
+    with peers.checkpointed(blocks):
+        theirs = measure.step_memory(subject.step(subject.model), subject.model)
     row = [subject.name, mib(eager.activations), mib(theirs.activations)]
     try:
         plan = fxrecals.plan(subject.model, subject.inputs, theirs.activations)
@@ -133,9 +114,8 @@ def race(subject: Subject, rounds: int) -> list[Any]:
     step = subject.step(subject.model)
 
     def with_checkpoint() -> None:
-        undo = checkpointed(subject)
-        step()
-        undo()
+        with peers.checkpointed(blocks):
+            step()
 
     steps = {"eager": step, "checkpoint": with_checkpoint, "fxrecals": subject.step(small)}
     took = measure.step_seconds(steps, rounds)

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import nn
-from torch._functorch import config
 
 import fxrecals
-from benchmarks import measure, yardsticks
+from benchmarks import measure, peers, yardsticks
 from benchmarks.yardsticks import square_loss
 from fxrecals.capture import capture, step
 from fxrecals.cost import named
@@ -178,12 +177,10 @@ def budget_points(name: str) -> Iterator[list[float]]:
     plain: tuple[int, float] | None = None
     for budget in (1.0, *BUDGETS):
         torch._dynamo.reset()
-        with config.patch(activation_memory_budget=budget):
-            compiled = torch.compile(model, backend="aot_eager")
-            run = training_step(compiled, model, inputs)
-            peak = measure.step_memory(run, model).activations
-            steps = {"eager": training_step(model, model, inputs), "theirs": run}
-            seconds = measure.step_seconds(steps, 15)
+        run = training_step(peers.budgeted(model, budget), model, inputs)
+        peak = measure.step_memory(run, model).activations
+        steps = {"eager": training_step(model, model, inputs), "theirs": run}
+        seconds = measure.step_seconds(steps, 15)
         ratio = seconds["theirs"] / seconds["eager"]
         if plain is None:
             plain = (peak, ratio)
