@@ -153,6 +153,7 @@ def race(names: list[str], rounds: int, policies: list[str]) -> None:
                         "same" if not wrong else f"{len(wrong)} differ",
                     ]
                 )
+                print(*rows[-1], flush=True)
     head = ["model", "% of saved", "system", "limit", "peak", "time / eager", "quartiles", "bits"]
     print(tabulate(rows, head, floatfmt=("", ".1f", "", ".1f", ".1f", ".2f")))
 

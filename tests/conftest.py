@@ -1,8 +1,12 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: a first call into torch takes seconds, and a shared machine is slow at times.
 # Derandomized: a failure belongs to a change, not to the day.

@@ -166,7 +166,7 @@ def test_a_mode_of_compile_reaches_inductor(
 ) -> None:
     settings: dict[str, Any] = {}
 
-    def compile_(gm: fx.GraphModule, inputs: Any, partitioner: Any, patches: Any) -> Any:
+    def compile_(gm: fx.GraphModule, inputs: Any, partitioner: Any, patches: Any, *_: Any) -> Any:
         settings.update(patches)
         return gm.forward
 

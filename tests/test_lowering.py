@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxrecals
 from benchmarks.measure import clear, step_memory
@@ -60,7 +61,7 @@ def test_copies_in_other_layouts_are_counted_once_an_input() -> None:
         return torch.conv2d(x, w).sum() + torch.conv2d(x, w, padding=1).sum()
 
     def traced(x: Tensor, w: Tensor) -> torch.fx.GraphModule:
-        return torch.fx.experimental.proxy_tensor.make_fx(twice, tracing_mode="fake")(x, w)
+        return make_fx(twice, tracing_mode="fake")(x, w)
 
     x = torch.randn(2, 3, 9, 9)
     nbytes = _torch.storage_bytes
