@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.measure import step_memory
 from fxrecals.engine import recals
 from tests.engines import check, equal
-from tests.test_engine_cases import feasible
+from tests.test_engine_cases import feasible, step_of
 
 # --- tensors of other kinds -----------------------------------------------------------------------
 
@@ -231,3 +232,19 @@ MODULES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str) -> None:
     check(MODULES[name], 150, 60, floor=True)
+
+
+def test_the_workspace_of_an_lstm_counts_from_its_first_run_on() -> None:
+    torch.manual_seed(0)
+    model, x = nn.LSTM(64, 64, 3, batch_first=True), torch.randn(64, 40, 64)
+
+    def measured(limit: int) -> int:
+        engine = recals(limit)
+        step = step_of(lambda x: engine(lambda: model(x)[0].square().mean()), model, (x,))
+        step()
+        step()
+        return step_memory(step, model).activations
+
+    plain = step_memory(step_of(lambda x: model(x)[0].square().mean(), model, (x,)), model)
+    limit, peak = feasible(plain.activations * 6 // 10, measured)
+    assert peak <= limit < plain.activations

@@ -126,9 +126,9 @@ class Engine:
         with self._memory.desk:
             if call is not None and call.drawn_from is not None:
                 self._memory.meet(call.drawn_from[1], charged=True)
-            self._record(call, result)
+            made = self._record(call, result)
             self._overwrite(kind, call, written)
-            self._check(price, op)
+            self._check(price, made, op, args, kwargs)
         return result
 
     def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,26 +164,31 @@ class Engine:
         result = op(*args, **kwargs)
         with self._memory.desk:
             self._overwrite(kind, None, written)
+            made: list[int] = []
             for tensor in filter(is_plain, tensors_in(result)):
                 if self._memory.known(tensor) is None:
                     is_gradient = tensor.untyped_storage().nbytes() in gradients
                     storage = self._memory.meet(tensor, charged=not is_gradient)
+                    made.append(storage.nbytes)
                     if is_gradient:
                         gradients.remove(storage.nbytes)
                         due.remove(storage.nbytes)
-            self._check(price, op)
+            self._check(price, made, op, args, kwargs)
         return result
 
-    def _check(self, price: Price, op: Any) -> None:
-        """Sees to it that an op is under the limit of which the size was not known before."""
-        if not price.is_sure:
-            self._memory.make_room(Price((), 0, 0.0, True, price.device), op)
+    def _check(
+        self, price: Price, made: list[int], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Sees to it that an op is under the limit of which the bytes were not known before, such
+        as the workspace of an LSTM, and that they are known from now on."""
+        if price.is_sure and sum(made) <= sum(price.sizes):
+            return
+        if price.is_sure:
+            self.prices.correct(_call_key(op, args, kwargs), tuple(made))
+        self._memory.make_room(Price((), 0, 0.0, True, price.device), op)
 
     def _price(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Price:
-        is_sized_by_numbers = bool(args) and isinstance(args[0], (int, float))
-        numbers = repr(args) if is_sized_by_numbers else None
-        key = (op, _key(args), _key(tuple(kwargs.items())), numbers)
-        return self.prices.of(key, op, args, kwargs)
+        return self.prices.of(_call_key(op, args, kwargs), op, args, kwargs)
 
     def _note(
         self,
@@ -244,14 +249,17 @@ class Engine:
         home.root, root.home, root.tensor = weakref.ref(root), home, copy
         root.stamp = copy._version
 
-    def _record(self, call: Call | None, result: Any) -> None:
-        """Notes what an op has made."""
+    def _record(self, call: Call | None, result: Any) -> list[int]:
+        """Notes what an op has made; its bytes."""
+        made: list[int] = []
         for index, tensor in enumerate(tensors_in(result)):
             if not is_plain(tensor) or self._memory.known(tensor) is not None:
                 continue  # a view, or what was written to
             storage = self._memory.meet(tensor, charged=True)
+            made.append(storage.nbytes)
             if call is not None:
                 call.made.append((index, weakref.ref(self._make(call, storage))))
+        return made
 
     def _overwrite(self, kind: Kind, call: Call | None, written: list[Storage]) -> None:
         """Notes what an op has written: a call that can run again, or one that cannot."""
@@ -488,6 +496,12 @@ class Engine:
 def _whole(storage: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
     """All of a storage as one tensor."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+def _call_key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_sized_by_numbers = bool(args) and isinstance(args[0], (int, float))
+    numbers = repr(args) if is_sized_by_numbers else None
+    return (op, _key(args), _key(tuple(kwargs.items())), numbers)
 
 
 def _key(x: Any) -> Any:

@@ -149,6 +149,12 @@ class Prices:
                 found = self._known[key] = self._estimate(key, op, args, kwargs)
         return found
 
+    def correct(self, key: Any, sizes: tuple[int, ...]) -> None:
+        """A call has made storages of other sizes than its price has."""
+        found = self._known.get(key)
+        if found is not None:
+            self._known[key] = replace(found, sizes=sizes)
+
     def measure(self) -> None:
         """Measures what is only guessed so far. Allocates as much as the largest of the calls."""
         waiting, self._unmeasured = self._unmeasured, {}
