@@ -234,7 +234,7 @@ def zoo(path: Path, names: list[str], rounds: int) -> None:
     print(tabulate(rows, head, floatfmt=("", ".1f", ".1f", ".1f", ".1f", ".2f")))
 
 
-DATA_DEPENDENT = ("lstm", "gru", "opt_layerdrop", "mixtral_loop", "longformer", "wav2vec2")
+DATA_DEPENDENT = ("lstm", "opt_layerdrop", "mixtral_loop", "detr", "gat", "ode_adaptive")
 
 
 def main() -> None:
