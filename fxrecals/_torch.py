@@ -298,10 +298,10 @@ def ordering_kernels(
             live = accumulate(change)
             return max((a + b for a, b in zip(live, beside, strict=False)), default=0)
 
-        orders = [_by_place(nodes, places), inductors if reorders else nodes]
-        peaks = [peak(order) for order in orders]
-        note(min(peaks))
-        return orders[peaks.index(min(peaks))]
+        ours, theirs = _by_place(nodes, places), inductors if reorders else nodes
+        least, best = min((peak(ours), ours), (peak(theirs), theirs), key=lambda found: found[0])
+        note(least)
+        return best
 
     return {"_post_fusion_custom_pass": _Unpickled(order), "reorder_for_peak_memory": False}
 

@@ -285,6 +285,16 @@ def _there(
     }
 
 
+def _changes(count: int, found: Iterable[Block]) -> list[int]:
+    """By how much each of `count` events changes the live bytes of some blocks."""
+    changes = [0] * count
+    for block in found:
+        changes[block.born] += block.nbytes
+        if block.dies is not None:
+            changes[block.dies] -= block.nbytes
+    return changes
+
+
 def _peak(
     device: str,
     events: Sequence[MemoryEvent],
@@ -292,11 +302,7 @@ def _peak(
     start: Known,
     freed: Mapping[int, int],
 ) -> Peak:
-    changes = [0] * len(events)
-    for block, _ in found:
-        changes[block.born] += block.nbytes
-        if block.dies is not None:
-            changes[block.dies] -= block.nbytes
+    changes = _changes(len(events), (block for block, _ in found))
     for address, index in freed.items():
         changes[index] -= start[address].nbytes
     levels = list(accumulate(changes, initial=0))
@@ -318,13 +324,12 @@ def _activation_bytes(
     events: Sequence[MemoryEvent], found: Sequence[tuple[Block, Category]]
 ) -> int:
     """Largest live total of what forward and backward allocate, gradients apart."""
-    changes = [0] * len(events)
-    for block, category in found:
-        if category is not Category.GRADIENTS and events[block.born].phase != "optimizer":
-            changes[block.born] += block.nbytes
-            if block.dies is not None:
-                changes[block.dies] -= block.nbytes
-    return max(accumulate(changes, initial=0))
+    counted = (
+        block
+        for block, category in found
+        if category is not Category.GRADIENTS and events[block.born].phase != "optimizer"
+    )
+    return max(accumulate(_changes(len(events), counted), initial=0))
 
 
 @dataclass(frozen=True)
